@@ -1,0 +1,119 @@
+"""A small math set of our own with \\boxed{} answers, at a level that the bundled policy can attempt.
+
+    python data/arithmetic.py             # writes data/math_train.jsonl and data/math_test.jsonl again, byte for byte
+    python data/arithmetic.py --show 5    # prints five problems with their worked solutions
+
+Columns as in the public MATH set: problem, answer, level, type. Four types (whole numbers, fractions, decimals,
+pairs) at three levels: the level is the number of steps it takes.
+"""
+
+import argparse
+import random
+from fractions import Fraction
+from pathlib import Path
+
+from puzzles import write_jsonl
+
+TYPES = ("whole numbers", "fractions", "decimals", "pairs")
+
+
+def _operand(rng, kind, denominator):
+    if kind == "pairs":
+        return (rng.randint(1, 9), rng.randint(1, 9))
+    return rng.randint(1, 9 if kind == "fractions" else 19)
+
+
+def _write(value, kind, denominator):
+    """How a value stands in a problem: 12, \\frac{3}{7}, 0.4 or (1, 2)."""
+    if kind == "pairs":
+        return f"({value[0]}, {value[1]})"
+    if kind == "fractions":
+        return f"\\frac{{{value}}}{{{denominator}}}"
+    return f"{value / 10:.1f}" if kind == "decimals" else str(value)
+
+
+def _apply(sign, left, right):
+    if isinstance(left, tuple):
+        return tuple(_apply(sign, a, b) for a, b in zip(left, right))
+    return left + right if sign == "+" else left - right
+
+
+def _reduced(numerator, denominator):
+    value = Fraction(numerator, denominator)
+    return str(value.numerator) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def generate_problem(rng, level):
+    """A chain of `level` additions and subtractions whose values stay in reach: 0 to 40 (in tenths for decimals)."""
+    while True:
+        kind, denominator = rng.choice(TYPES), rng.randint(2, 9)
+        operands = [_operand(rng, kind, denominator) for _ in range(level + 1)]
+        signs = [rng.choice("+-") for _ in range(level)]
+        values = operands[:1]
+        for sign, operand in zip(signs, operands[1:]):
+            values.append(_apply(sign, values[-1], operand))
+        numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+        if all(0 <= number <= 40 for number in numbers):
+            break
+    chain = _write(operands[0], kind, denominator)
+    for sign, operand in zip(signs, operands[1:]):
+        chain += f" {sign} {_write(operand, kind, denominator)}"
+    answer = _reduced(values[-1], denominator) if kind == "fractions" else _write(values[-1], kind, denominator)
+    problem = {"problem": f"What is {chain}?", "answer": answer, "level": level, "type": kind}
+    return problem, (kind, denominator, operands, signs)
+
+
+def _slip(rng, value, error_rate):
+    """A pupil's slip: one too many or one too few, with probability error_rate."""
+    if isinstance(value, tuple):
+        return tuple(_slip(rng, number, error_rate) for number in value)
+    return max(0, value + rng.choice((-1, 1))) if rng.random() < error_rate else value
+
+
+def worked_solution(rng, parts, error_rate=0.0):
+    """'7 + 5 = 12, 12 - 3 = 9. The answer is \\boxed{9}.': one step at a time, with slips where asked for."""
+    kind, denominator, operands, signs = parts
+    value, steps = operands[0], []
+    for sign, operand in zip(signs, operands[1:]):
+        result = _slip(rng, _apply(sign, value, operand), error_rate)
+        if not isinstance(result, tuple):
+            result = max(0, result)
+        else:
+            result = tuple(max(0, number) for number in result)
+        written = [_write(x, kind, denominator) for x in (value, operand, result)]
+        steps.append(f"{written[0]} {sign} {written[1]} = {written[2]}")
+        value = result
+    answer = _reduced(value, denominator) if kind == "fractions" else _write(value, kind, denominator)
+    return ", ".join(steps) + f". The answer is \\boxed{{{answer}}}."
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=int, default=300, help="training problems per level")
+    parser.add_argument("--test", type=int, default=100, help="test problems per level")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N problems with solutions and stop")
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    if args.show:
+        for _ in range(args.show):
+            problem, parts = generate_problem(rng, rng.randint(1, 3))
+            print(f"{problem['problem']}\n  {worked_solution(rng, parts)}\n  ({problem['answer']})")
+        return
+    train, test, seen = [], [], set()
+    for level in (1, 2, 3):
+        for rows, wanted in ((test, args.test), (train, args.train)):
+            target = len(rows) + wanted
+            while len(rows) < target:
+                problem, _ = generate_problem(rng, level)
+                if problem["problem"] not in seen:
+                    seen.add(problem["problem"])
+                    rows.append(problem)
+    rng.shuffle(train)
+    write_jsonl(args.folder / "math_train.jsonl", train)
+    write_jsonl(args.folder / "math_test.jsonl", test)
+
+
+if __name__ == "__main__":
+    main()

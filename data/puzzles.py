@@ -1,0 +1,224 @@
+"""Knights-and-Knaves puzzles in the language of the public data set K-and-K/knights-and-knaves.
+
+    python data/puzzles.py                # writes data/kk_train.jsonl and data/kk_test.jsonl again, byte for byte
+    python data/puzzles.py --show 3       # prints three puzzles with their worked solutions
+
+On an island every inhabitant is a knight (always tells the truth) or a knave (always lies). Each makes one
+claim; the question is who is what. A claim is one of these tuples, people numbered from 0, as in the public set:
+
+    ("telling-truth", 1)                          person 1 is a knight          an *atom*
+    ("lying", 1)                                  person 1 is a knave           an *atom*
+    ("not", atom)                                 person 1 is not a knave
+    ("and" | "or" | "->" | "<=>", atom, atom)     two facts joined
+
+Three things live here: `generate_puzzle` (a random puzzle with exactly one solution), `worked_solution` (how
+the bundled policy was taught to solve one) and the command that writes the two files.
+"""
+
+import argparse
+import json
+import random
+from ast import literal_eval
+from itertools import product
+from pathlib import Path
+
+NAMES = (
+    "Abigail Aiden Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David Elizabeth Ella "
+    "Emily Emma Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James Joseph Liam Lily Logan Lucas "
+    "Luke Mason Matthew Mia Michael Noah Oliver Olivia Owen Penelope Riley Samuel Scarlett Sebastian Sofia "
+    "Sophia Victoria William Zoey"
+).split()
+
+# How a claim is attributed to its speaker.
+ATTRIBUTIONS = (
+    '"{claim}" - {name}.', '"{claim}," {name} claimed.', '"{claim}," {name} declared.', '"{claim}," {name} mentioned.',
+    'According to {name}, "{claim}".', 'As {name} put it, "{claim}".', 'In a statement by {name}: "{claim}".',
+    "In {name}'s words: \"{claim}\".", '{name} asserted: "{claim}".', '{name} commented, "{claim}".',
+    '{name} noted, "{claim}".', '{name} remarked, "{claim}".', '{name} said, "{claim}."', '{name} stated, "{claim}".',
+    '{name} was heard saying, "{claim}".', '{name} expressed that {claim}.', '{name} said that {claim}.',
+    '{name} told you that {claim}.',
+)  # fmt: skip
+OPENING = "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always lie."
+QUESTION = "So who is a knight and who is a knave?"
+CONNECTIVES = {"and": "and", "or": "or", "->": "then", "<=>": "iff"}  # as the worked solutions write them
+
+
+def role(is_knight):
+    """True → 'knight', False → 'knave'."""
+    return "knight" if is_knight else "knave"
+
+
+def claim_text(claim, names):
+    """('->', ('lying', 0), ('telling-truth', 1)) → 'If Zoey is a knave then Liam is a knight'."""
+    kind, *parts = claim
+    if kind in ("telling-truth", "lying"):
+        return f"{names[parts[0]]} is a {role(kind == 'telling-truth')}"
+    if kind == "not":
+        return claim_text(parts[0], names).replace(" is a ", " is not a ")
+    first, second = (claim_text(part, names) for part in parts)
+    return f"If {first} then {second}" if kind == "->" else f"{first} {'if and only if' if kind == '<=>' else kind} {second}"
+
+
+def combine(kind, first, second):
+    """The truth of two facts joined by 'and', 'or', '->' or '<=>'."""
+    return {"and": first and second, "or": first or second, "->": not first or second, "<=>": first == second}[kind]
+
+
+def claim_is_true(claim, roles):
+    """Is the claim true where person i is a knight exactly if roles[i]?"""
+    kind, *parts = claim
+    if kind in ("telling-truth", "lying"):
+        return roles[parts[0]] == (kind == "telling-truth")
+    if kind == "not":
+        return not claim_is_true(parts[0], roles)
+    return combine(kind, *(claim_is_true(part, roles) for part in parts))
+
+
+def solutions(claims):
+    """Every way to hand out the roles under which knights tell the truth and knaves lie."""
+    possible = product([True, False], repeat=len(claims))
+    return [roles for roles in possible if all(claim_is_true(claim, roles) == roles[i] for i, claim in enumerate(claims))]
+
+
+def random_claim(rng, speaker, people):
+    """A claim as the public set makes them: a sixth plain facts, a sixth negations, a sixth each connective.
+
+    Nobody says 'I am a knave' (no one could), and plain facts are about somebody else.
+    """
+    others = [person for person in range(people) if person != speaker]
+    kind = rng.choice(("fact", "not", "and", "or", "->", "<=>"))
+    if kind in ("fact", "not"):
+        atom = (rng.choice(("telling-truth", "lying")), rng.choice(others))
+        return atom if kind == "fact" else ("not", atom)
+    atoms = [("telling-truth", person) for person in range(people)] + [("lying", person) for person in others]
+    first = rng.choice(atoms)
+    second = rng.choice([atom for atom in atoms if atom != first])
+    return (kind, first, second)
+
+
+def generate_puzzle(rng, people):
+    """A random puzzle for 2 to 8 people with exactly one solution, with the columns of the public set."""
+    if not 2 <= people <= 8:
+        raise ValueError(f"a puzzle has 2 to 8 people, not {people}")
+    while True:
+        claims = tuple(random_claim(rng, speaker, people) for speaker in range(people))
+        found = solutions(claims)
+        if len(found) == 1:
+            break
+    names = rng.sample(NAMES, people)
+    sentences = [
+        rng.choice(ATTRIBUTIONS).format(name=name, claim=claim_text(claim, names))
+        for name, claim in zip(names, claims)
+    ]
+    listed = f"{names[0]} and {names[1]}" if people == 2 else f"{', '.join(names[:-1])}, and {names[-1]}"
+    return {
+        "quiz": f"{OPENING} You meet {people} inhabitants: {listed}. {' '.join(sentences)} {QUESTION}",
+        "names": names,
+        "solution": list(found[0]),
+        "solution_text_format": "\n".join(f"({i}) {name} is a {role(is_knight)}" for i, (name, is_knight) in enumerate(zip(names, found[0]), 1)),
+        "statements": repr(claims),
+    }  # fmt: skip
+
+
+def worked_solution(rng, names, claims, error_rate=0.0):
+    """Reason in the open: suppose roles, check the claims in turn, and on a contradiction suppose something else.
+
+    Each fact is written as *subject, claimed role, supposed role, verdict*, so that every verdict follows from
+    the words right before it. That is what makes the format learnable by a policy of a million parameters:
+
+        Suppose Lily knight Sofia knave
+        Lily: Sofia knave knave true knight ok
+        Sofia: Lily knave knight false or Sofia knight knave false so false knave ok
+
+    The first supposition is a guess. The next one agrees with every claim that has failed so far and changes as
+    few roles as it can. With `error_rate` > 0 each verdict is flipped with that probability and the reasoning
+    goes on from the mistake: that is the careless pupil that reinforcement learning is to improve.
+
+    Returns the text after the opening <think>: reasoning, </think>, and the <answer>.
+    """
+
+    def verdict(truth):
+        return bool(truth) != (rng.random() < error_rate)
+
+    def word(truth):
+        return "true" if truth else "false"
+
+    def check_fact(atom, roles):
+        """('lying', 1) → the words 'Sofia knave knave true' and the verdict."""
+        claimed, supposed = atom[0] == "telling-truth", roles[atom[1]]
+        truth = verdict(claimed == supposed)
+        return f"{names[atom[1]]} {role(claimed)} {role(supposed)} {word(truth)}", truth
+
+    untried = list(product([True, False], repeat=len(names)))
+    failed, lines = set(), []
+    roles = rng.choice(untried)
+    while True:
+        lines.append("Suppose " + " ".join(f"{name} {role(is_knight)}" for name, is_knight in zip(names, roles)))
+        contradiction = None
+        for speaker, claim in enumerate(claims):
+            if claim[0] == "not":  # 'not a knight' is said more shortly as 'a knave'
+                claim = ("lying" if claim[1][0] == "telling-truth" else "telling-truth", claim[1][1])
+            if claim[0] in CONNECTIVES:
+                (first, first_truth), (second, second_truth) = (check_fact(atom, roles) for atom in claim[1:])
+                truth = verdict(combine(claim[0], first_truth, second_truth))
+                checked = f"{first} {CONNECTIVES[claim[0]]} {second} so {word(truth)}"
+            else:
+                checked, truth = check_fact(claim, roles)
+            consistent = verdict(truth == roles[speaker])
+            lines.append(f"{names[speaker]}: {checked} {role(roles[speaker])} {'ok' if consistent else 'contradiction'}")
+            if not consistent:
+                contradiction = speaker
+                break
+        if contradiction is None:
+            break
+        failed.add(contradiction)
+        if roles in untried:
+            untried.remove(roles)
+        candidates = [r for r in untried if all(claim_is_true(claims[s], r) == r[s] for s in failed)] or untried
+        if not candidates:  # only mistakes lead here: begin again
+            candidates = untried = list(product([True, False], repeat=len(names)))
+        changes = [sum(a != b for a, b in zip(roles, r)) for r in candidates]
+        roles = rng.choice([r for r, changed in zip(candidates, changes) if changed == min(changes)])
+    answer = "\n".join(f"({i}) {name} is a {role(is_knight)}" for i, (name, is_knight) in enumerate(zip(names, roles), 1))
+    return "\n" + "\n".join(lines) + f"\n</think>\n<answer>\n{answer}\n</answer>"
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    print(f"{path}: {len(rows)} rows")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--people", type=int, nargs="+", default=[2, 3, 4, 5], help="sizes of puzzle (2 to 8)")
+    parser.add_argument("--train", type=int, default=500, help="training puzzles per size")
+    parser.add_argument("--test", type=int, default=200, help="test puzzles per size")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N puzzles with worked solutions and stop")
+    args = parser.parse_args()
+    if not all(2 <= people <= 8 for people in args.people):
+        parser.error(f"--people takes sizes from 2 to 8, not {args.people}")
+    rng = random.Random(args.seed)
+    if args.show:
+        for _ in range(args.show):
+            puzzle = generate_puzzle(rng, rng.choice(args.people))
+            claims = literal_eval(puzzle["statements"])
+            print(puzzle["quiz"] + "\n<think>" + worked_solution(rng, puzzle["names"], claims) + "\n")
+        return
+    train, test, seen = [], [], set()
+    for people in args.people:
+        for rows, wanted in ((test, args.test), (train, args.train)):
+            target = len(rows) + wanted
+            while len(rows) < target:
+                puzzle = generate_puzzle(rng, people)
+                if puzzle["quiz"] not in seen:  # no puzzle twice, within a file or across the two
+                    seen.add(puzzle["quiz"])
+                    rows.append(puzzle)
+    rng.shuffle(train)
+    write_jsonl(args.folder / "kk_train.jsonl", train)
+    write_jsonl(args.folder / "kk_test.jsonl", test)
+
+
+if __name__ == "__main__":
+    main()
