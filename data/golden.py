@@ -1,0 +1,137 @@
+"""Reference numbers for whoever ports lopti to another language or framework.
+
+    python data/golden.py                 # writes data/golden.json again, byte for byte
+
+Everything is computed here with plain Python floats (float64), one token at a time, straight from the equations:
+no torch, and nothing of lopti.py, which is checked against these numbers by the tests. Each case of golden.json
+holds the inputs
+
+    group_size, rewards (B,), lengths (B,), old_logprobs, new_logprobs, ref_logprobs (B, T),
+    alpha, eta, clip_low, clip_high, clip_dual, kl_coef
+
+(positions from lengths[i] on are padding) and the outputs
+
+    advantages (B,), reweighted_advantages (B, T), low (B, T), and for each of the updates joint, low_stage and
+    high_stage: loss, policy_loss, kl, clip_low_share, clip_high_share, clip_dual_share, gradient (B, T)
+
+where gradient is the derivative of loss by new_logprobs.
+"""
+
+import json
+import math
+import random
+from pathlib import Path
+from statistics import mean, stdev
+
+
+def clamp(value, low, high):
+    return max(low, min(high, value))
+
+
+def token_terms(new, old, ref, advantage, case):
+    """(policy loss, KL, which clip cut the gradient off, derivative by new) of one token, undivided."""
+    ratio = math.exp(new - old)
+    surrogate = min(ratio * advantage, clamp(ratio, 1 - case["clip_low"], 1 + case["clip_high"]) * advantage)
+    loss, clipped = -surrogate, None
+    if advantage > 0 and ratio > 1 + case["clip_high"]:
+        clipped = "high"
+    elif advantage < 0 and ratio < 1 - case["clip_low"]:
+        clipped = "low"
+    elif advantage < 0 and ratio > case["clip_dual"]:
+        loss, clipped = -case["clip_dual"] * advantage, "dual"
+    derivative = 0.0 if clipped else -ratio * advantage
+
+    difference = clamp(ref - new, -5, 5)
+    estimate = math.exp(difference) - difference - 1
+    kl = clamp(estimate, -10, 10)
+    if case["kl_coef"] and abs(ref - new) < 5 and estimate < 10:
+        derivative += case["kl_coef"] * (1 - math.exp(difference))
+    return loss, kl if case["kl_coef"] else 0.0, clipped, derivative
+
+
+def solve(case):
+    """The case with its outputs."""
+    size, advantages = case["group_size"], []
+    for start in range(0, len(case["rewards"]), size):
+        group = case["rewards"][start : start + size]
+        equal = all(reward == group[0] for reward in group)
+        advantages += [0.0 if equal else (reward - mean(group)) / (stdev(group) + 1e-6) for reward in group]
+    rows = range(len(case["rewards"]))
+    width = len(case["old_logprobs"][0])
+    reweighted = [[0.0] * width for _ in rows]
+    low = [[False] * width for _ in rows]
+    for i in rows:
+        for t in range(case["lengths"][i]):
+            probability = math.exp(case["old_logprobs"][i][t])
+            reweighted[i][t] = (case["alpha"] * probability + 1 - case["alpha"]) * advantages[i]
+            low[i][t] = probability < case["eta"]
+    updates, total = {}, sum(case["lengths"])
+    for name, wanted in (("joint", (True, False)), ("low_stage", (True,)), ("high_stage", (False,))):
+        sums = {"policy_loss": 0.0, "kl": 0.0, "low": 0, "high": 0, "dual": 0}
+        gradient = [[0.0] * width for _ in rows]
+        for i in rows:
+            for t in range(case["lengths"][i]):
+                if low[i][t] not in wanted:
+                    continue
+                new, old, ref = (case[key][i][t] for key in ("new_logprobs", "old_logprobs", "ref_logprobs"))
+                loss, kl, clipped, derivative = token_terms(new, old, ref, reweighted[i][t], case)
+                sums["policy_loss"] += loss
+                sums["kl"] += kl
+                if clipped:
+                    sums[clipped] += 1
+                gradient[i][t] = derivative / total
+        updates[name] = {
+            "loss": (sums["policy_loss"] + case["kl_coef"] * sums["kl"]) / total,
+            "policy_loss": sums["policy_loss"] / total,
+            "kl": sums["kl"] / total,
+            "clip_low_share": sums["low"] / total,
+            "clip_high_share": sums["high"] / total,
+            "clip_dual_share": sums["dual"] / total,
+            "gradient": gradient,
+        }
+    return {**case, "advantages": advantages, "reweighted_advantages": reweighted, "low": low, **updates}
+
+
+def random_case(rng, number):
+    """Random inputs; the first cases are the corners, the `drift` of new from old grows with the number."""
+    groups, size, width = rng.randint(1, 3), rng.randint(2, 5), rng.randint(3, 7)
+    rows, drift = groups * size, (0.02, 0.2, 0.6, 2.5)[number % 4]
+    corner = {
+        0: {"alpha": 0.0, "eta": 0.0, "kl_coef": 0.0},  # plain GRPO
+        1: {"alpha": 1.0, "eta": 0.5},
+        2: {"alpha": 0.3, "eta": 1.0},
+        3: {"alpha": 0.3, "eta": 0.5},  # the paper's K&K setting, with ratios far enough off for every clip
+    }.get(number, {})
+    case = {
+        "group_size": size,
+        "rewards": [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows)],
+        "lengths": [rng.randint(1, width) for _ in range(rows)],
+        "alpha": rng.choice((0.0, 0.1, 0.3, 1.0)),
+        "eta": rng.choice((0.0, 0.3, 0.5, 0.9)),
+        "clip_low": 0.2,
+        "clip_high": rng.choice((0.2, 0.24, 0.28)),
+        "clip_dual": 3.0 if number % 4 == 3 else 10.0,
+        "kl_coef": rng.choice((0.0, 0.001, 0.1)),
+    } | corner  # fmt: skip
+    if number % 5 == 4:
+        case["rewards"][:size] = [0.1] * size  # a group whose rewards are all equal
+    old = [[round(math.log(rng.random() ** rng.choice((0.2, 1, 4)) * 0.999 + 1e-6), 6) for _ in range(width)] for _ in range(rows)]
+    old[0][0] = math.log(0.5)  # exactly at η = 0.5: belongs to the high group
+    case["old_logprobs"] = old
+    case["new_logprobs"] = [[round(min(-1e-6, x + rng.gauss(0, drift)), 6) for x in row] for row in old]
+    case["ref_logprobs"] = [[round(min(-1e-6, x + rng.gauss(0, 2 * drift)), 6) for x in row] for row in old]
+    return case
+
+
+def main():
+    rng = random.Random(0)
+    cases = [solve(random_case(rng, number)) for number in range(24)]
+    note = "Numbers in float64 for checking a port of lopti; see data/golden.py for what each field means."
+    path = Path(__file__).resolve().parent / "golden.json"
+    path.write_text(json.dumps({"note": note, "cases": cases}) + "\n", encoding="utf-8")
+    clipped = {name: sum(case["joint"][f"clip_{name}_share"] > 0 for case in cases) for name in ("low", "high", "dual")}
+    print(f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}")
+
+
+if __name__ == "__main__":
+    main()
