@@ -1,0 +1,989 @@
+"""lopti: Advantage Reweighting and Low-Probability Token Isolation for GRPO, in one file.
+
+    python lopti.py                             # plain GRPO on the bundled policy: minutes on a laptop, no GPU
+    python lopti.py --alpha 0.3 --eta 0.5       # the paper's two cures: Advantage Reweighting (α) and Lopti (η)
+    python lopti.py --task math --eta 0.5       # the same loop on arithmetic
+    python lopti.py --preset kk --alpha 0.3 --eta 0.5     # the paper's own setting: Qwen2.5-3B-Instruct, one large GPU
+
+Read it beside "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs" (arXiv 2505.12929). The functions
+come in the order in which a training step calls them; `train` puts them together and reads like the algorithm.
+Arguments, evaluation, data and run folder follow after it.
+
+What it leaves out: many GPUs, inference servers, value functions, multi-turn chats.
+
+Shapes: B responses (prompts x group size), P prompt tokens, T response tokens, V words of the vocabulary.
+Log-probabilities and probabilities are float32; a mask is boolean, True where a token counts.
+"""
+
+import argparse
+import copy
+import itertools
+import json
+import math
+import random
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from rewards import kk_reward, math_reward
+
+transformers.utils.logging.disable_progress_bar()  # ours is enough
+
+# ======================================================================================================
+# 1. Sampling: o_i ~ π_old(· | q), G responses to each prompt
+# ======================================================================================================
+
+
+@dataclass
+class Rollout:
+    """A batch of sampled responses: prompts padded on the left, responses on the right."""
+
+    prompt_ids: torch.Tensor  # (B, P)
+    prompt_mask: torch.Tensor  # (B, P) True on the prompt, False on its padding
+    response_ids: torch.Tensor  # (B, T) the ids that were sampled; never re-tokenised text
+    mask: torch.Tensor  # (B, T) True up to and including the end-of-sequence token
+    truncated: torch.Tensor  # (B,) True where the length limit came before an end-of-sequence token
+    texts: list  # B strings: the responses without padding and end of sequence, tags and all
+
+    def lengths(self):
+        """(B,) how many tokens of prompt and response each row holds."""
+        return self.prompt_mask.sum(1) + self.mask.sum(1)
+
+    def part(self, rows):
+        """Some rows, with the padding that all of them have cut away."""
+        prompt_length = int(self.prompt_mask[rows].sum(1).max())
+        response_length = int(self.mask[rows].sum(1).max())
+        return Rollout(
+            self.prompt_ids[rows, -prompt_length:],
+            self.prompt_mask[rows, -prompt_length:],
+            self.response_ids[rows, :response_length],
+            self.mask[rows, :response_length],
+            self.truncated[rows],
+            [self.texts[row] for row in rows],
+        )
+
+
+def end_token_ids(model, tokenizer):
+    """Every id that ends a response: a model may have several (Qwen2.5-Instruct has two).
+
+    They stand in the model's generation settings, in its configuration and in the tokenizer.
+    """
+    found = (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id)
+    return sorted({i for ids in found if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else [ids])})
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompts, *, group_size, max_new_tokens, temperature, batch_size=0):
+    """Sample `group_size` responses to each prompt text with HF `generate`; temperature 0 means greedy decoding.
+
+    Returns a Rollout whose rows g·G … g·G+G-1 answer prompt g. `batch_size` > 0 samples so many rows at a time.
+    """
+    if tokenizer.pad_token_id is None:
+        raise ValueError("the tokenizer needs a pad token; set tokenizer.pad_token = tokenizer.eos_token")
+    end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
+    # Every knob is set here, and the model's own generation settings are put aside while we sample: Qwen ships
+    # top_k 20, top_p 0.8 and a repetition penalty, and with those the samples would not come from the π we score.
+    settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    settings = GenerationConfig(
+        **settings, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
+        eos_token_id=end_ids, pad_token_id=pad_id, use_cache=True,
+    )  # fmt: skip
+    texts = [prompt for prompt in prompts for _ in range(group_size)]
+    encoded = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+    prompt_ids, prompt_mask = encoded["input_ids"].to(model.device), encoded["attention_mask"].to(model.device)
+    model.eval()  # no dropout: the policy that samples is the policy that is scored
+    own_settings, model.generation_config = model.generation_config, settings
+    try:
+        parts = []
+        for ids, mask in zip(prompt_ids.split(batch_size or len(texts)), prompt_mask.split(batch_size or len(texts))):
+            with mixed_precision(model):
+                parts.append(model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)[:, ids.shape[1] :])
+    finally:
+        model.generation_config = own_settings
+    length = max(part.shape[1] for part in parts)
+    response_ids = torch.cat([torch.nn.functional.pad(part, (0, length - part.shape[1]), value=pad_id) for part in parts])
+    mask, truncated = response_mask(response_ids, end_ids)
+    decoded = [tokenizer.decode(strip_end(ids[kept], end_ids), skip_special_tokens=False) for ids, kept in zip(response_ids, mask)]
+    return Rollout(prompt_ids, prompt_mask.bool(), response_ids, mask, truncated, decoded)
+
+
+def response_mask(response_ids, end_ids):
+    """Which sampled tokens belong to the response: all up to and including the first end-of-sequence token.
+
+    Going by the ids of the end, not by the padding id, keeps the end token where both are the same. Returns the
+    mask (B, T) and truncated (B,), True where no end token was sampled.
+
+    >>> response_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), end_ids=[2])
+    (tensor([[ True,  True, False],
+            [ True,  True,  True]]), tensor([False,  True]))
+    """
+    is_end = torch.isin(response_ids, torch.tensor(end_ids, device=response_ids.device))  # (B, T)
+    return is_end.cumsum(1) - is_end.long() == 0, ~is_end.any(1)
+
+
+def strip_end(ids, end_ids):
+    """A response's ids without a closing end-of-sequence token."""
+    return ids[:-1] if len(ids) and int(ids[-1]) in end_ids else ids
+
+
+# ======================================================================================================
+# 2. Log-probabilities: log π(o_t | q, o_<t) at the sampling temperature
+# ======================================================================================================
+
+
+def token_logprobs(model, rollout, temperature):
+    """log π(o_t | q, o_<t) = log_softmax(logits / temperature) at the sampled token.
+
+    Returns logprobs and entropies (in nats), both (B, T) float32 and 0 outside the response. The temperature is
+    the one of sampling, because the π of Eqs. 1 and 4 is the distribution that the tokens were drawn from.
+    """
+    input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)  # (B, P+T)
+    attention_mask = torch.cat([rollout.prompt_mask, rollout.mask], dim=1).long()  # (B, P+T)
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # positions count from the first real token
+    kept = rollout.response_ids.shape[1] + 1
+    with mixed_precision(model):
+        logits = model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, logits_to_keep=kept, use_cache=False
+        ).logits  # (B, T+1, V)
+    logits = logits[:, :-1].float() / temperature  # (B, T, V): the logits at position t speak about token t+1
+    log_normalizer = logits.logsumexp(-1)  # (B, T)
+    logprobs = logits.gather(-1, rollout.response_ids[..., None]).squeeze(-1) - log_normalizer  # (B, T)
+    with torch.no_grad():  # H = log Z - E[logit]
+        entropies = log_normalizer - (logits.softmax(-1) * logits).sum(-1)  # (B, T)
+    return logprobs.masked_fill(~rollout.mask, 0.0), entropies.masked_fill(~rollout.mask, 0.0)
+
+
+def micro_batches(rows, lengths, size):
+    """Cut rows into lists of at most `size` rows of similar length, so that little of the work is padding."""
+    rows = sorted(rows, key=lambda row: int(lengths[row]))
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+@torch.no_grad()
+def score(model, rollout, temperature, micro_batch_size):
+    """token_logprobs of a whole rollout, a micro-batch at a time, without gradients: two (B, T) tensors."""
+    logprobs, entropies = torch.zeros_like(rollout.mask, dtype=torch.float32), torch.zeros_like(rollout.mask, dtype=torch.float32)
+    for rows in micro_batches(range(len(rollout.mask)), rollout.lengths(), micro_batch_size):
+        part = rollout.part(rows)
+        width = part.mask.shape[1]
+        logprobs[rows, :width], entropies[rows, :width] = token_logprobs(model, part, temperature)
+    return logprobs, entropies
+
+
+# ======================================================================================================
+# 3. Advantages: how much better than its group is a response? (Eq. 1) and Advantage Reweighting (Eq. 4)
+# ======================================================================================================
+
+
+def group_advantages(rewards, group_size):
+    """Â_i = (R_i - mean of the group) / (standard deviation of the group + 1e-6), Eq. 1. (B,) → (B,)
+
+    The deviation is the sample's (divided by G-1). A group whose rewards are all equal gets exactly 0: there
+    rounding noise over a tiny deviation would otherwise become advantages of order one.
+
+    >>> group_advantages(torch.tensor([1., 0., 0., 1., 3., 3.]), group_size=2)
+    tensor([ 0.7071, -0.7071, -0.7071,  0.7071,  0.0000,  0.0000])
+    """
+    if group_size < 2:
+        raise ValueError("group_size must be at least 2: the advantage of a response is relative to its group")
+    groups = rewards.view(-1, group_size)  # (B/G, G)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
+    return advantages.masked_fill(all_equal, 0.0).view(-1)
+
+
+def reweight_advantages(advantages, old_logprobs, alpha):
+    """Â ← [α·π + (1-α)]·Â with π = exp(old_logprobs), Eq. 4. (B, T) → (B, T)
+
+    A token's gradient grows with 1-π; the weight grows with π from 1-α to 1 and so takes from the unlikely ones.
+    Positive and negative advantages alike. α = 0 changes nothing, to the last bit.
+
+    >>> reweight_advantages(torch.ones(1, 3), torch.tensor([[0.01, 0.5, 1.0]]).log(), alpha=0.3)
+    tensor([[0.7030, 0.8500, 1.0000]])
+    """
+    return (alpha * old_logprobs.exp() + (1 - alpha)) * advantages
+
+
+# ======================================================================================================
+# 4. Lopti: isolate the low-probability tokens
+# ======================================================================================================
+
+
+def split_tokens(old_logprobs, mask, eta):
+    """The response tokens with π < η and those with π ≥ η, by the policy that sampled them: two (B, T) masks.
+
+    Disjoint, and together the mask. η = 0 leaves the first empty.
+
+    >>> split_tokens(torch.tensor([[0.1, 0.5, 0.9]]).log(), torch.tensor([[True, True, True]]), eta=0.5)
+    (tensor([[ True, False, False]]), tensor([[False,  True,  True]]))
+    """
+    low = (old_logprobs.exp() < eta) & mask
+    return low, mask & ~low
+
+
+def update_stages(low, high, mask, *, eta, order="low-high", update_only=None, passes=1):
+    """The passes over one rollout batch, in order: a list of (name, tokens to update (B, T)).
+
+    Plain GRPO (η = 0): all tokens at once. Lopti (section 4.2 of the paper): first the low-probability tokens,
+    then the others, starting from where the first pass led. `order="high-low"` is the ablation of Fig. 6b,
+    `update_only` trains on one group alone (Figs. 1 and 6a), `passes` repeats everything.
+    """
+    if update_only:
+        stages = [(update_only, {"low": low, "high": high}[update_only])]
+    elif eta == 0:
+        stages = [("all", mask)]
+    else:
+        stages = [("low", low), ("high", high)] if order == "low-high" else [("high", high), ("low", low)]
+    return stages * passes
+
+
+# ======================================================================================================
+# 5. The loss (Eq. 1) and what each token weighs in its gradient (Eq. 2)
+# ======================================================================================================
+
+
+def kl_estimate(logprobs, ref_logprobs):
+    """k3 of KL(π_θ‖π_ref) per token: e^d - d - 1 with d = log π_ref - log π_θ. (B, T) → (B, T)
+
+    Never negative, and 0 where the two agree. d is clamped to ±5 and the estimate to 10, as in the published code.
+    """
+    difference = (ref_logprobs - logprobs).clamp(-5, 5)
+    return (difference.exp() - difference - 1).clamp(-10, 10)
+
+
+def policy_loss(
+    logprobs, old_logprobs, advantages, mask, *, update_mask=None, ref_logprobs=None,
+    clip_low=0.2, clip_high=0.24, clip_dual=10.0, kl_coef=0.001, normalizer=None,
+):  # fmt: skip
+    """The clipped policy-gradient loss of Eq. 1, and a dictionary of statistics about it.
+
+        loss = 1/N Σ_t { -min(r Â, clip(r, 1-ε_l, 1+ε_h) Â) + β·k3 },   r = exp(logprobs - old_logprobs)
+
+    summed over the tokens in `mask & update_mask` and divided by N = `normalizer`, by default the number of
+    response tokens in `mask`: also where only one group is updated, N counts them all. Where Â < 0 a token's loss
+    is capped at -c·Â (the dual clip). No KL without `ref_logprobs` or where kl_coef (β) is 0.
+
+    All tensors are (B, T). Every statistic is a sum over the updated tokens divided by N, so that micro-batches
+    given the same N add up to their mini-batch, and Lopti's two groups to the whole: policy_loss; kl;
+    clip_ratio/low_mean, high_mean, dual_mean (share of tokens whose gradient the lower, upper or dual clip cut
+    off); ratio_mean; updated_share.
+    """
+    updated = mask if update_mask is None else mask & update_mask
+    normalizer = mask.sum() if normalizer is None else normalizer
+    ratio = (logprobs - old_logprobs).masked_fill(~updated, 0.0).exp()  # (B, T); padding must not overflow
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    dual = -advantages * clip_dual  # where Â < 0, a bound from above on the loss
+    token_loss = torch.maximum(unclipped, clipped)  # the maximum of losses is the minimum of objectives
+    token_loss = torch.where(advantages < 0, torch.minimum(token_loss, dual), token_loss)
+    kl = kl_estimate(logprobs, ref_logprobs) if ref_logprobs is not None and kl_coef else torch.zeros_like(token_loss)
+
+    def total(values):
+        return (values * updated).sum() / normalizer
+
+    loss = total(token_loss + kl_coef * kl)
+    with torch.no_grad():
+        cut_off = clipped > unclipped
+        stats = {
+            "policy_loss": total(token_loss),
+            "kl": total(kl),
+            "clip_ratio/low_mean": total(cut_off & (advantages < 0)),
+            "clip_ratio/high_mean": total(cut_off & (advantages > 0)),
+            "clip_ratio/dual_mean": total((advantages < 0) & (torch.maximum(unclipped, clipped) > dual)),
+            "ratio_mean": total(ratio),
+            "updated_share": total(torch.ones_like(ratio)),
+        }
+    return loss, {name: float(value) for name, value in stats.items()}
+
+
+def gradient_weight(
+    logprobs, old_logprobs, advantages, *, ref_logprobs=None, clip_low=0.2, clip_high=0.24, clip_dual=10.0, kl_coef=0.001
+):
+    """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, T) → (B, T)
+
+        w = r·Â·1[trust] + β·π_ref/π_θ - β
+
+    1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of `kl_estimate`.
+    Training does not call this (autograd does the work); reading and testing do.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
+    weight = ratio * advantages * trusted
+    if ref_logprobs is not None and kl_coef:
+        difference = ref_logprobs - logprobs
+        inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
+        weight = weight + kl_coef * (difference.exp() - 1) * inside
+    return weight
+
+
+def logit_gradient_norm(logits, ids):
+    """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²) at logits z (..., V) for tokens j = ids (...): Prop. 4.2's core."""
+    probabilities = logits.softmax(-1)
+    gradient = torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities  # ∇_z log π_j = e_j - π
+    return gradient.norm(dim=-1)
+
+
+def logit_gradient_bounds(probabilities, vocabulary_size):
+    """sqrt(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ sqrt(2)·(1-π): Prop. 4.2, N the vocabulary size. Returns (lower, upper).
+
+    This is why unlikely tokens dominate: at π = 0.01 the gradient is about a hundred times that at π = 0.99.
+    """
+    room = 1 - probabilities
+    return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room
+
+
+# ======================================================================================================
+# 6. The update: mini-batches (one optimizer step each) of micro-batches (as many as memory asks for)
+# ======================================================================================================
+
+
+def update(policy, optimizer, rollout, advantages, old_logprobs, ref_logprobs, update_mask, args):
+    """One pass over the rollout batch that updates the tokens in `update_mask` (B, T): GRPO's, or a stage of Lopti.
+
+    Each mini-batch is one optimizer step; its loss is divided once, by its number of response tokens, however it
+    is cut into micro-batches. A mini-batch without a token to update is skipped: Adam would move the weights even
+    at a gradient of 0. Returns the means of policy_loss's statistics and of the gradient norm before its clip.
+    """
+    totals, steps = {}, 0
+    for mini_batch in torch.arange(len(rollout.mask)).split(args.mini_batch_size or len(rollout.mask)):
+        normalizer = rollout.mask[mini_batch].sum()
+        rows_to_update = [row for row in mini_batch.tolist() if update_mask[row].any()]
+        if not rows_to_update:
+            continue
+        for rows in micro_batches(rows_to_update, rollout.lengths(), args.micro_batch_size):
+            part = rollout.part(rows)
+            width = part.mask.shape[1]
+            logprobs, _ = token_logprobs(policy, part, args.temperature)
+            loss, stats = policy_loss(
+                logprobs, old_logprobs[rows, :width], advantages[rows, :width], part.mask,
+                update_mask=update_mask[rows, :width],
+                ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows, :width],
+                clip_low=args.clip_low, clip_high=args.clip_high, clip_dual=args.clip_dual,
+                kl_coef=args.kl_coef, normalizer=normalizer,
+            )  # fmt: skip
+            loss.backward()
+            for name, value in stats.items():
+                totals[name] = totals.get(name, 0.0) + value
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        totals["grad_norm"] = totals.get("grad_norm", 0.0) + float(grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return {name: value / steps for name, value in totals.items()} | {"optimizer_steps": steps}
+
+
+# ======================================================================================================
+# 7. The algorithm
+# ======================================================================================================
+
+
+def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
+    """GRPO with Advantage Reweighting and Lopti, for `args.steps` steps. Writes metrics and samples to `run`."""
+    reward_function = TASKS[args.task].reward
+    prompts = prompt_stream(train_rows, args.prompts_per_step, args.seed)
+    progress = tqdm(range(1, args.steps + 1), desc=method_name(args), disable=args.quiet)
+    for step in progress:
+        clock = Clock()
+        batch = [row for row in next(prompts) for _ in range(args.group_size)]  # B rows, G for each prompt
+        with clock("sampling"):  # o ~ π_old
+            rollout = sample(
+                policy, tokenizer, [row["prompt"] for row in batch[:: args.group_size]], group_size=args.group_size,
+                max_new_tokens=args.max_new_tokens, temperature=args.temperature, batch_size=args.sample_batch_size,
+            )  # fmt: skip
+        with clock("rewarding"):  # R
+            rewards = reward_function(
+                completions=rollout.texts, solution=[row["solution"] for row in batch], prompts=[row["prompt"] for row in batch]
+            )
+            rewards = torch.tensor(rewards, device=rollout.mask.device)  # (B,)
+        with clock("scoring"):  # log π_old and log π_ref, before the first update
+            old_logprobs, entropies = score(policy, rollout, args.temperature, args.micro_batch_size)  # (B, T)
+            ref_logprobs = None
+            if reference is not None:
+                ref_logprobs, _ = score(reference, rollout, args.temperature, args.micro_batch_size)  # (B, T)
+        with clock("updating"):
+            advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask  # (B, T)
+            advantages = reweight_advantages(advantages, old_logprobs, args.alpha)  # Eq. 4
+            low, high = split_tokens(old_logprobs, rollout.mask, args.eta)
+            stages = update_stages(
+                low, high, rollout.mask, eta=args.eta, order=args.order, update_only=args.update_only, passes=args.passes
+            )
+            stats = [
+                (name, update(policy, optimizer, rollout, advantages, old_logprobs, ref_logprobs, tokens, args))
+                for name, tokens in stages
+            ]
+        metrics = step_metrics(step, rollout, rewards, old_logprobs, entropies, stats, clock, args)
+        run.write_step(metrics, batch, rollout, rewards)
+        progress.set_postfix(reward=f"{metrics['reward']:.2f}", accuracy=f"{metrics['accuracy']:.2f}", length=f"{metrics['completions/mean_length']:.0f}")
+        if args.eval_every and step % args.eval_every == 0 and step < args.steps:
+            run.write_evaluation(step, evaluate(policy, tokenizer, eval_rows, args)[0])
+
+
+# ======================================================================================================
+# Plumbing from here on. Tasks: what is asked, and how an answer is judged
+# ======================================================================================================
+
+HERE = Path(__file__).resolve().parent
+
+KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then answer it. \
+Write your reasoning between <think> and </think>, and after it your final answer between <answer> and </answer>. \
+You will be given a logic puzzle. Once you have worked it out, list who everybody is, one numbered line for each \
+person, like this: <answer> (1) Zoey is a knight
+(2) Oliver is a knave
+(3) Ava is a knight </answer>"""
+
+MATH_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where a task's rows come from, how they become a prompt, and what a response earns."""
+
+    reward: object  # f(completions, solution, **columns) -> list of floats, the signature that TRL uses
+    solved: float  # a response counts as right when its reward is this
+    columns: tuple  # the names under which a data file may hold (question, solution)
+    difficulty: object  # row -> what the tables are split by
+    difficulty_name: str
+    messages: object  # question -> chat messages
+    opening: str  # what the assistant's turn begins with
+    train_data: str
+    eval_data: str
+
+
+TASKS = {
+    "kk": Task(
+        reward=kk_reward,
+        solved=3.0,
+        columns=(("quiz", "solution_text_format"),),
+        difficulty=lambda row: str(len(row["solution_text_format"].strip().splitlines())),
+        difficulty_name="people",
+        messages=lambda quiz: [{"role": "system", "content": KK_SYSTEM_PROMPT}, {"role": "user", "content": quiz}],
+        opening="<think>",
+        train_data=str(HERE / "data" / "kk_train.jsonl"),
+        eval_data=str(HERE / "data" / "kk_test.jsonl"),
+    ),
+    "math": Task(
+        reward=math_reward,
+        solved=1.0,
+        columns=(("problem", "answer"),),
+        difficulty=lambda row: str(row.get("level", "all")),
+        difficulty_name="level",
+        messages=lambda problem: [{"role": "user", "content": f"{problem}\n\n{MATH_REQUEST}"}],
+        opening="",
+        train_data=str(HERE / "data" / "math_train.jsonl"),
+        eval_data=str(HERE / "data" / "math_test.jsonl"),
+    ),
+}
+
+# ======================================================================================================
+# Arguments
+# ======================================================================================================
+
+
+class UserError(Exception):
+    """Something that the user can put right: ends the program with one sentence and exit code 2."""
+
+
+def option(default, group, text, **more):
+    """A field of Arguments: its default, its group in --help, its documentation."""
+    value = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    return field(**value, metadata={"group": group, "help": text, **more})
+
+
+@dataclass
+class Arguments:
+    """Every setting of a run. The defaults are the preset `tiny`; PRESETS holds what the others change."""
+
+    alpha: float = option(0.0, "method", "α of Advantage Reweighting, Eq. 4, from 0 (off) to 1; the paper uses 0.3 on K&K")
+    eta: float = option(0.0, "method", "η of Lopti, from 0 (off: plain GRPO) to 1: tokens with π < η are updated first; the paper uses 0.5")
+    order: str = option("low-high", "method", "which group Lopti updates first (Fig. 6b)", choices=("low-high", "high-low"))
+    update_only: str = option(None, "method", "update one of Lopti's two groups alone (Figs. 1 and 6a)", choices=("low", "high"))
+    passes: int = option(1, "method", "how often the update goes over a rollout batch")
+    clip_low: float = option(0.2, "method", "ε_l: the ratio is clipped below at 1-ε_l")
+    clip_high: float = option(0.24, "method", "ε_h: the ratio is clipped above at 1+ε_h")
+    clip_dual: float = option(10.0, "method", "c of the dual clip: where Â < 0 the loss of a token is at most -c·Â")
+    kl_coef: float = option(0.001, "method", "β: weight of the KL to the starting policy; 0 also saves the reference model")
+
+    prompts_per_step: int = option(16, "sampling", "prompts in a rollout batch")
+    group_size: int = option(8, "sampling", "G: responses to each prompt, at least 2")
+    temperature: float = option(1.0, "sampling", "T_s: temperature of sampling, and of every log-probability")
+    max_prompt_length: int = option(400, "sampling", "longer prompts (in tokens) are dropped, and counted")
+    max_new_tokens: int = option(256, "sampling", "longest response, in tokens")
+    sample_batch_size: int = option(0, "sampling", "responses generated at a time; 0 means all at once")
+
+    learning_rate: float = option(2e-4, "optimisation", "constant learning rate of AdamW")
+    weight_decay: float = option(0.01, "optimisation", "weight decay of AdamW")
+    max_grad_norm: float = option(1.0, "optimisation", "the gradient of each optimizer step is clipped to this norm")
+    mini_batch_size: int = option(64, "optimisation", "responses in one optimizer step; 0 means the whole rollout batch")
+    micro_batch_size: int = option(64, "optimisation", "responses in one forward pass: changes memory and speed, not the result")
+    steps: int = option(20, "optimisation", "training steps (rollout batches); 0 means go by --epochs")
+    epochs: int = option(0, "optimisation", "with --steps 0: how often to go through the training prompts")
+
+    task: str = option("kk", "model and data", "what to train on: Knights and Knaves, or math with \\boxed{} answers", choices=tuple(TASKS))
+    model: str = option(str(HERE / "data" / "tiny"), "model and data", "folder or hub name of a causal language model")
+    data: str = option("", "model and data", "training rows: a jsonl, json, csv or parquet file, or a hub data set name[:configuration[:split+split]]; the task's own file by default")
+    eval_data: str = option("", "model and data", "evaluation rows, in the same forms")
+    people: list = option([2, 3], "model and data", "kk: numbers of people to train and evaluate on", type=int)
+    device: str = option("auto", "model and data", "auto, cpu, cuda or mps")
+
+    eval_every: int = option(0, "evaluation", "evaluate after every so many steps; 0 means before and after training only")
+    eval_size: int = option(100, "evaluation", "evaluation prompts per difficulty; 0 means all")
+    eval_samples: int = option(4, "evaluation", "k: sampled responses to each evaluation prompt, for avg@k and pass@k")
+    eval_temperature: float = option(1.0, "evaluation", "temperature of those samples")
+    eval_only: bool = option(False, "evaluation", "evaluate the model and stop")
+    show: int = option(0, "evaluation", "with --eval-only: print so many prompts with their responses and rewards")
+
+    name: str = option("", "run", "name of the run folder; a new one by default")
+    output: str = option("runs", "run", "where run folders are made")
+    seed: int = option(0, "run", "seed of everything random")
+    quiet: bool = option(False, "run", "no progress bar")
+
+
+PRESETS = {
+    "tiny": {},
+    # Section 5 of the paper and its published scripts. α and η stay 0 here: say --alpha 0.3 --eta 0.5 for its method.
+    "kk": {
+        "task": "kk", "model": "Qwen/Qwen2.5-3B-Instruct", "data": "K-and-K/knights-and-knaves:train:3ppl+4ppl+5ppl+6ppl+7ppl",
+        "eval_data": "K-and-K/knights-and-knaves:test:3ppl+4ppl+5ppl+6ppl+7ppl", "people": [3, 4, 5, 6, 7],
+        "prompts_per_step": 64, "temperature": 0.7, "max_new_tokens": 4096, "learning_rate": 1e-6, "mini_batch_size": 256,
+        "micro_batch_size": 4, "steps": 0, "epochs": 5, "eval_every": 10,
+    },
+    # The paper trains Qwen2.5-7B here, with α = 0.1 or η = 0.5 but not both; 7B with AdamW in float32 needs more than 80 GB.
+    "math": {
+        "task": "math", "model": "Qwen/Qwen2.5-3B", "data": "agentica-org/DeepScaleR-Preview-Dataset::train",
+        "eval_data": "HuggingFaceH4/MATH-500::test", "prompts_per_step": 64, "temperature": 0.7, "max_new_tokens": 4096,
+        "learning_rate": 1e-6, "mini_batch_size": 256, "micro_batch_size": 4, "steps": 0, "epochs": 5, "eval_every": 10,
+    },
+}  # fmt: skip
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Wrong flags end in one sentence, without the list of all flags before it."""
+
+    def error(self, message):
+        raise UserError(f"{message} (python lopti.py --help lists the flags)")
+
+
+def build_parser():
+    """--help, grouped as Arguments is; flags that are not given leave the preset's value."""
+    description = __doc__.split("\n\nRead it")[0]
+    parser = OneLineParser(prog="lopti.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    preset_help = "tiny: the bundled policy, minutes on a CPU (default); kk, math: the paper's settings; flags given explicitly win"
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", help=preset_help)
+    groups = {}
+    for item in fields(Arguments):
+        name = item.metadata["group"]
+        group = groups.setdefault(name, parser.add_argument_group(name))
+        default = item.default if item.default is not MISSING else item.default_factory()
+        flag, text = "--" + item.name.replace("_", "-"), item.metadata["help"].replace("%", "%%")
+        if isinstance(default, bool):
+            group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            continue
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
+        shown = str(shown).replace(str(HERE) + "/", "")
+        text += f" [{shown}]" if shown not in ("", "None") else ""
+        more = {"nargs": "+", "type": item.metadata["type"]} if isinstance(default, list) else {"type": type(default) if default is not None else str}
+        choices = item.metadata.get("choices")
+        metavar = None if choices else {"float": "X", "int": "N", "str": "TEXT"}[more["type"].__name__]
+        group.add_argument(flag, default=argparse.SUPPRESS, help=text, choices=choices, metavar=metavar, **more)
+    return parser
+
+
+def parse_arguments(argv=None):
+    """The command line as Arguments: a flag given explicitly wins over the preset, the preset over the default."""
+    given = vars(build_parser().parse_args(argv))
+    args = Arguments(**{**PRESETS[given.pop("preset")], **given})
+    check_arguments(args)
+    return args
+
+
+def check_arguments(args):
+    """Raise UserError for values that make no sense."""
+    for name in ("alpha", "eta"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise UserError(f"--{name} must lie between 0 and 1, not {getattr(args, name)}")
+    if args.group_size < 2:
+        raise UserError(f"--group-size must be at least 2, not {args.group_size}: GRPO compares the responses to one prompt with each other")
+    for name in ("temperature", "eval_temperature", "learning_rate", "clip_dual", "max_grad_norm"):
+        if not getattr(args, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
+    for name in ("passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "micro_batch_size"):
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    for name in ("clip_low", "clip_high", "kl_coef", "weight_decay", "steps", "epochs", "mini_batch_size", "sample_batch_size",
+                 "eval_every", "eval_size", "eval_samples", "show"):  # fmt: skip
+        if getattr(args, name) < 0:
+            raise UserError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
+    if args.update_only and args.eta == 0:
+        raise UserError(f"--update-only {args.update_only} needs --eta above 0 to tell the two groups apart")
+    if not (args.steps or args.epochs or args.eval_only):
+        raise UserError("give --steps or --epochs, or --eval-only")
+
+
+def method_name(args):
+    """'GRPO', 'GRPO + AR (α=0.3)', 'GRPO + AR (α=0.3) + Lopti (η=0.5)' and so on."""
+    name = "GRPO"
+    if args.alpha:
+        name += f" + AR (α={args.alpha:g})"
+    if args.update_only:
+        name += f", {args.update_only}-probability tokens only (η={args.eta:g})"
+    elif args.eta:
+        name += f" + {'Lopti' if args.order == 'low-high' else 'reversed Lopti'} (η={args.eta:g})"
+    return name + (f", {args.passes} passes" if args.passes > 1 else "")
+
+
+# ======================================================================================================
+# Data: rows of {question, solution, difficulty, prompt}
+# ======================================================================================================
+
+
+def load_rows(source, task):
+    """Read a data file or hub data set into rows of {question, solution, difficulty}."""
+    import datasets  # here, because it takes a second to import
+
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, in one sentence
+    path = Path(source)
+    formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    if path.suffix in formats:
+        if not path.is_file():
+            raise UserError(f"there is no data file {source}")
+        if path.stat().st_size == 0:
+            raise UserError(f"the data file {source} is empty")
+        load = {"path": formats[path.suffix], "data_files": str(path), "split": "train"}
+    else:
+        name, configuration, splits = (source.split(":") + ["", ""])[:3]
+        load = {"path": name, "name": configuration or None, "split": splits or "train"}
+    try:
+        rows = datasets.load_dataset(**load).to_list()
+    except Exception as error:  # whatever the library objects to
+        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        raise UserError(f"cannot load the data {source}: {reason}") from error
+    if not rows:
+        raise UserError(f"the data {source} has no rows")
+    for question, solution in task.columns:
+        if {question, solution} <= set(rows[0]):
+            for number, row in enumerate(rows, 1):
+                if row[question] is None or row[solution] is None:
+                    raise UserError(f"row {number} of the data {source} has no {question if row[question] is None else solution}")
+            return [
+                {"question": row[question], "solution": str(row[solution]), "difficulty": task.difficulty(row)} for row in rows
+            ]
+    wanted = " or ".join(f"{question} and {solution}" for question, solution in task.columns)
+    raise UserError(f"the data {source} needs the columns {wanted}; it has {', '.join(rows[0])}")
+
+
+def render_prompt(tokenizer, messages, opening):
+    """The prompt text: the tokenizer's chat template up to the assistant's turn, and what that turn opens with."""
+    if tokenizer.chat_template is None:  # a base model: the same words without a chat around them
+        return "\n\n".join(message["content"] for message in messages) + "\n\n" + opening
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + opening
+
+
+def load_data(args, tokenizer, say=print):
+    """Training and evaluation rows with their prompts; the training rows never hold an evaluation question."""
+    task = TASKS[args.task]
+    sources = {"training": args.data or task.train_data, "evaluation": args.eval_data or task.eval_data}
+    rows = {use: load_rows(source, task) for use, source in sources.items()}
+    if args.task == "kk":
+        sizes = {str(people) for people in args.people}
+        rows = {use: [row for row in found if row["difficulty"] in sizes] for use, found in rows.items()}
+    for use, found in rows.items():
+        for row in found:
+            row["prompt"] = render_prompt(tokenizer, task.messages(row["question"]), task.opening)
+        lengths = [len(ids) for ids in tokenizer([row["prompt"] for row in found], add_special_tokens=False)["input_ids"]] if found else []
+        kept = [row for row, length in zip(found, lengths) if length <= args.max_prompt_length]
+        if len(kept) < len(found):
+            say(f"dropped {len(found) - len(kept)} {use} prompts longer than {args.max_prompt_length} tokens")
+        rows[use] = kept
+
+    def key(row):
+        return " ".join(row["question"].split()).casefold()
+
+    held_out = {key(row) for row in rows["evaluation"]}
+    training = [row for row in rows["training"] if key(row) not in held_out]
+    dropped = len(rows["training"]) - len(training)
+    say(f"{len(training)} training prompts ({dropped} dropped because they are also evaluation prompts)")
+    evaluation, counts = [], {}
+    for row in sorted(rows["evaluation"], key=lambda row: row["difficulty"]):
+        counts[row["difficulty"]] = counts.get(row["difficulty"], 0) + 1
+        if not args.eval_size or counts[row["difficulty"]] <= args.eval_size:
+            evaluation.append(row)
+    say(f"{len(evaluation)} evaluation prompts")
+    if not evaluation or not (training or args.eval_only):
+        empty = "training" if evaluation else "evaluation"
+        chosen = f" for --people {' '.join(map(str, args.people))}" if args.task == "kk" else ""
+        raise UserError(f"no {empty} prompts are left of {sources[empty]}{chosen}")
+    return training, evaluation
+
+
+def prompt_stream(rows, size, seed):
+    """Endless batches of `size` rows, in a new random order each time through."""
+    generator = random.Random(seed)
+    order = itertools.chain.from_iterable(generator.sample(rows, len(rows)) for _ in itertools.count())
+    while True:
+        yield list(itertools.islice(order, size))
+
+
+# ======================================================================================================
+# Evaluation
+# ======================================================================================================
+
+
+def wilson_interval(mean, count):
+    """95 % interval for a share measured on `count` prompts (Wilson's score interval).
+
+    For the mean of values between 0 and 1, such as avg@k, it errs on the wide side.
+
+    >>> tuple(round(bound, 3) for bound in wilson_interval(0.5, 100))
+    (0.404, 0.596)
+    """
+    z = 1.959964
+    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def evaluate(policy, tokenizer, rows, args):
+    """Accuracy on held-out rows, per difficulty: greedy, avg@k and pass@k, each (mean, lower, upper).
+
+    The same seed every time, and the training's own random state is left alone. Returns the table
+    {difficulty: {"greedy": ..., "avg@k": ..., "pass@k": ..., "length": ..., "prompts": n}} and, for each row,
+    its (response, reward) pairs, the greedy one first.
+    """
+    task, k = TASKS[args.task], args.eval_samples
+    answered = [[] for _ in rows]
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed + 1)
+        for group_size, temperature in ((1, 0), (k, args.eval_temperature)):
+            rollouts = max(1, (args.sample_batch_size or 256) // max(1, group_size))
+            for start in range(0, len(rows) if group_size else 0, rollouts):
+                chunk = rows[start : start + rollouts]
+                rollout = sample(
+                    policy, tokenizer, [row["prompt"] for row in chunk], group_size=group_size,
+                    max_new_tokens=args.max_new_tokens, temperature=temperature,
+                )  # fmt: skip
+                repeated = [row for row in chunk for _ in range(group_size)]
+                rewards = task.reward(
+                    completions=rollout.texts, solution=[row["solution"] for row in repeated], prompts=[row["prompt"] for row in repeated]
+                )
+                for i, (text, reward, length) in enumerate(zip(rollout.texts, rewards, rollout.mask.sum(1).tolist())):
+                    answered[start + i // group_size].append((text, reward, length))
+    table = {}
+    for difficulty in sorted({row["difficulty"] for row in rows}):
+        right = [[reward >= task.solved for _, reward, _ in answered[i]] for i, row in enumerate(rows) if row["difficulty"] == difficulty]
+        values = {"greedy": [answers[0] for answers in right]}
+        if k:
+            values[f"avg@{k}"] = [sum(answers[1:]) / k for answers in right]
+            values[f"pass@{k}"] = [any(answers[1:]) for answers in right]
+        means = {name: sum(found) / len(found) for name, found in values.items()}
+        table[difficulty] = {name: (mean, *wilson_interval(mean, len(right))) for name, mean in means.items()}
+        lengths = [length for i, row in enumerate(rows) if row["difficulty"] == difficulty for _, _, length in answered[i]]
+        table[difficulty] |= {"length": sum(lengths) / len(lengths), "prompts": len(right)}
+    return table, [[(text, reward) for text, reward, _ in answers] for answers in answered]
+
+
+def evaluation_table(tables, difficulty_name):
+    """The evaluations {title: table} as text, one row for each difficulty, a 95 % interval after each mean."""
+    first = next(iter(tables.values()))
+    measures = [name for name in next(iter(first.values())) if name not in ("length", "prompts")]
+    columns = [f"{measure} {title}".strip() for measure in measures for title in tables]
+    lines = [f"{difficulty_name:<8}{'prompts':>8}  " + "".join(f"{column:>21}" for column in columns)]
+    for difficulty in first:
+        cells = [tables[title][difficulty][measure] for measure in measures for title in tables]
+        lines.append(f"{difficulty:<8}{first[difficulty]['prompts']:>8}  " + "".join(f"{f'{m:.2f} [{low:.2f}, {high:.2f}]':>21}" for m, low, high in cells))
+    means = [sum(tables[title][d][measure][0] for d in first) / len(first) for measure in measures for title in tables]
+    lines.append(f"{'mean':<8}{sum(first[d]['prompts'] for d in first):>8}  " + "".join(f"{f'{mean:.2f}':<14}".rjust(21) for mean in means))
+    return "\n".join(lines)
+
+
+# ======================================================================================================
+# Metrics and the run folder
+# ======================================================================================================
+
+
+class Clock:
+    """Seconds per phase: `with clock("sampling"): ...`."""
+
+    def __init__(self):
+        self.seconds = {}
+
+    @contextmanager
+    def __call__(self, phase):
+        started = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def peak_memory_gib():
+    """Peak memory so far: of the GPU where there is one, else of this process; None where the system cannot say."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def step_metrics(step, rollout, rewards, old_logprobs, entropies, stats, clock, args):
+    """One line of metrics.jsonl, with TRL's names where TRL has one."""
+    tokens, lengths = int(rollout.mask.sum()), rollout.mask.sum(1).float()
+    deviations = rewards.view(-1, args.group_size).std(1)
+    metrics = {
+        "step": step,
+        "reward": rewards.mean().item(),
+        "reward_std": deviations.mean().item(),
+        "frac_reward_zero_std": (deviations == 0).float().mean().item(),
+        "accuracy": (rewards >= TASKS[args.task].solved).float().mean().item(),
+        "completions/mean_length": lengths.mean().item(),
+        "completions/min_length": lengths.min().item(),
+        "completions/max_length": lengths.max().item(),
+        "completions/clipped_ratio": rollout.truncated.float().mean().item(),
+        "entropy": entropies.sum().item() / tokens,
+        "low_probability_share": split_tokens(old_logprobs, rollout.mask, args.eta or 0.5)[0].sum().item() / tokens,
+    }
+    for name, stage in stats:  # the two groups of Lopti add up; passes over the same group are averaged
+        for key, value in stage.items():
+            if key == "grad_norm":
+                metrics[f"grad_norm/{name}"] = metrics.get(f"grad_norm/{name}", 0.0) + value / args.passes
+            elif key == "optimizer_steps":
+                metrics[key] = metrics.get(key, 0) + value
+            else:
+                metrics[key] = metrics.get(key, 0.0) + value / args.passes
+    for phase, seconds in clock.seconds.items():
+        metrics[f"seconds/{phase}"] = round(seconds, 4)
+        metrics[f"tokens_per_second/{phase}"] = round(tokens / seconds, 1) if seconds else None
+    metrics["peak_memory_gib"] = peak_memory_gib()
+    return metrics
+
+
+class Run:
+    """The folder runs/NAME: config.json, metrics.jsonl, samples.jsonl, evaluations.jsonl, final/."""
+
+    def __init__(self, args):
+        name = args.name or f"{args.task}-{datetime.now():%Y%m%d-%H%M%S}"
+        for number in itertools.count(1):
+            self.folder = Path(args.output) / (name if number == 1 else f"{name}-{number}")
+            try:
+                self.folder.mkdir(parents=True)
+                break
+            except FileExistsError:
+                if args.name:
+                    raise UserError(f"the run folder {self.folder} is there already: choose another --name") from None
+            except OSError as error:
+                raise UserError(f"cannot make the run folder {self.folder}: {error.strerror}") from error
+        versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+        config = json.dumps({**asdict(args), "method": method_name(args), "versions": versions}, indent=2, ensure_ascii=False)
+        (self.folder / "config.json").write_text(config + "\n", encoding="utf-8")
+
+    def append(self, file, row):
+        with open(self.folder / file, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+    def write_step(self, metrics, batch, rollout, rewards, samples=2):
+        self.append("metrics.jsonl", metrics)
+        for i in range(min(samples, len(batch))):
+            row = {"step": metrics["step"], "prompt": batch[i]["prompt"], "response": rollout.texts[i], "solution": batch[i]["solution"]}
+            self.append("samples.jsonl", row | {"reward": rewards[i].item(), "truncated": bool(rollout.truncated[i])})
+
+    def write_evaluation(self, step, table):
+        self.append("evaluations.jsonl", {"step": step, "table": table})
+
+
+# ======================================================================================================
+# Model, device, main
+# ======================================================================================================
+
+
+def choose_device(name):
+    """'auto' → cuda, else mps, else cpu; UserError where the device asked for is not there."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        return torch.device(next(device for device, found in there.items() if found))
+    if not there.get(name.split(":")[0]):
+        found = ", ".join(device for device, found in there.items() if found)
+        raise UserError(f"--device {name}: no such device here; this machine has {found}")
+    return torch.device(name)
+
+
+def mixed_precision(model):
+    """On a GPU forward passes run in bfloat16; the weights that AdamW updates stay float32."""
+    device = model.device.type
+    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+
+
+def load_model(name, device):
+    """Model (float32, in evaluation mode) and tokenizer of a folder or hub name."""
+    folder = Path(name)
+    if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise UserError(f"the model folder {name} holds no weights (*.safetensors)")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot load the model {name}: {' '.join(str(error).split())[:300]}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.to(device).eval(), tokenizer
+
+
+def show_responses(rows, answered, count):
+    """Print `count` evaluation prompts, spread over the difficulties, with each response and its reward."""
+    for i in range(0, len(rows), max(1, len(rows) // count))[:count]:
+        print(f"\n--- {rows[i]['question']}\nsolution: {' / '.join(rows[i]['solution'].splitlines())}")
+        for number, (text, reward) in enumerate(answered[i]):
+            print(f"\n[{'greedy' if number == 0 else f'sample {number}'}, reward {reward:g}]\n{text}")
+
+
+def run_command(args):
+    started, task = time.time(), TASKS[args.task]
+    device = choose_device(args.device)
+    policy, tokenizer = load_model(args.model, device)
+    train_rows, eval_rows = load_data(args, tokenizer)
+    if args.eval_only:
+        table, answered = evaluate(policy, tokenizer, eval_rows, args)
+        if args.show:
+            show_responses(eval_rows, answered, args.show)
+        print("\n" + evaluation_table({"": table}, task.difficulty_name))
+        return 0
+    if not args.steps:
+        args.steps = max(1, args.epochs * len(train_rows) // args.prompts_per_step)
+    run = Run(args)
+    print(f"{method_name(args)} on {device}, {args.steps} steps, run folder {run.folder}")
+    torch.manual_seed(args.seed)
+    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None  # π_ref: the policy as it starts
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    before, _ = evaluate(policy, tokenizer, eval_rows, args)
+    run.write_evaluation(0, before)
+    train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
+    after, _ = evaluate(policy, tokenizer, eval_rows, args)
+    run.write_evaluation(args.steps, after)
+    policy.save_pretrained(run.folder / "final")
+    tokenizer.save_pretrained(run.folder / "final")
+    print(f"\nAccuracy on held-out prompts, before and after {args.steps} steps of {method_name(args)}, with 95 % intervals\n")
+    print(evaluation_table({"before": before, "after": after}, task.difficulty_name))
+    print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds the metrics, samples and the trained model (final/).")
+    return 0
+
+
+def main(argv=None):
+    try:
+        return run_command(parse_arguments(argv))
+    except UserError as error:
+        print(f"lopti.py: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

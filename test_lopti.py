@@ -1,0 +1,1378 @@
+"""Checks every formula against a computation of its own, every known pitfall, and the program end to end.
+
+    python -m pytest -q
+
+Where a folder with the paper's own numbers and real puzzles stands beside this one (../shared), those are checked
+too; without it these tests are skipped and the others still pass.
+"""
+
+import doctest
+import json
+import math
+import os
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from ast import literal_eval
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import lopti
+import rewards
+from lopti import Arguments, Rollout
+from rewards import answers_match, extract_boxed, kk_reward, math_reward, names_and_roles, parse_roles
+
+ROOT = Path(__file__).resolve().parent
+SHARED = ROOT.parent / "shared"
+TINY = ROOT / "data" / "tiny"
+sys.path.insert(0, str(ROOT / "data"))
+
+import golden  # noqa: E402
+import puzzles  # noqa: E402
+
+
+def shared_file(name):
+    """The path of a file beside the project, or a skip."""
+    if not (SHARED / name).exists():
+        pytest.skip(f"{name} is not here")
+    return SHARED / name
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def random_model(seed=0, **changes):
+    """A small Llama with random weights over the bundled vocabulary; large weights, so that π is far from uniform."""
+    torch.manual_seed(seed)
+    settings = {"vocab_size": 171, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(6)
+    return model.eval()
+
+
+def random_rollout(model, seed=0, batch=12, prompt=7, response=9):
+    """Random ids of random lengths, padded as `sample` pads them."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt_lengths = torch.randint(2, prompt + 1, (batch, 1), generator=generator)
+    response_lengths = torch.randint(1, response + 1, (batch, 1), generator=generator)
+    prompt_lengths[0], response_lengths[-1] = prompt, response
+    prompt_mask = torch.arange(prompt)[None] >= prompt - prompt_lengths
+    mask = torch.arange(response)[None] < response_lengths
+    vocabulary = model.config.vocab_size
+    return Rollout(
+        torch.randint(5, vocabulary, (batch, prompt), generator=generator) * prompt_mask,
+        prompt_mask,
+        torch.randint(5, vocabulary, (batch, response), generator=generator) * mask,
+        mask,
+        torch.zeros(batch, dtype=torch.bool),
+        [""] * batch,
+    )
+
+
+def random_batch(model, seed=0, group_size=4):
+    """(rollout, old_logprobs, ref_logprobs, advantages): what one training step hands to `update`."""
+    rollout = random_rollout(model, seed)
+    old_logprobs, _ = lopti.score(model, rollout, 1.0, 5)
+    rewards = torch.randn(len(rollout.mask), generator=torch.Generator().manual_seed(seed))
+    advantages = lopti.group_advantages(rewards, group_size)[:, None] * rollout.mask
+    noise = torch.randn(old_logprobs.shape, generator=torch.Generator().manual_seed(seed + 1)) * 0.3
+    return rollout, old_logprobs, (old_logprobs + noise) * rollout.mask, advantages
+
+
+def run_lopti(*flags, output=None):
+    """The program in a process of its own: (exit code, standard output, standard error)."""
+    where = ["--output", str(output)] if output else []
+    command = [sys.executable, str(ROOT / "lopti.py"), *map(str, flags), *where]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+SMALL = ("--steps", 2, "--people", 2, "--prompts-per-step", 2, "--group-size", 4, "--max-new-tokens", 120, "--mini-batch-size", 4,
+         "--eval-size", 2, "--eval-samples", 2, "--quiet")  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- advantages
+
+
+def test_group_advantages_by_hand():
+    values = [3.0, -0.5, -1.0, -3.0, 1.0, 2.0, 2.0, 7.0]
+    expected = []
+    for group in (values[:4], values[4:]):
+        expected += [(value - statistics.mean(group)) / (statistics.stdev(group) + 1e-6) for value in group]
+    found = lopti.group_advantages(torch.tensor(values, dtype=torch.float64), 4)
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("reward", [0.1, -3.0, 1e-8, 1e6 + 0.1])
+def test_equal_rewards_get_exactly_zero(dtype, reward):
+    """0.1 seven times has a mean that is not 0.1 in floating point: the advantages must be 0 all the same."""
+    assert lopti.group_advantages(torch.full((7,), reward, dtype=dtype), 7).tolist() == [0.0] * 7
+
+
+def test_groups_of_one_are_refused():
+    with pytest.raises(ValueError, match="at least 2"):
+        lopti.group_advantages(torch.ones(4), 1)
+
+
+def test_reweighting_by_hand_and_off():
+    old_logprobs = torch.tensor([[0.9, 0.04]], dtype=torch.float64).log()
+    advantages = torch.tensor([[2.0, -3.0]], dtype=torch.float64)
+    expected = [(0.3 * 0.9 + 0.7) * 2.0, (0.3 * 0.04 + 0.7) * -3.0]
+    assert lopti.reweight_advantages(advantages, old_logprobs, 0.3)[0].tolist() == pytest.approx(expected, abs=1e-12)
+    advantages, old_logprobs = torch.randn(50, 40), torch.rand(50, 40).log()
+    assert torch.equal(lopti.reweight_advantages(advantages, old_logprobs, 0.0), advantages)
+
+
+# ---------------------------------------------------------------------------------------------- the split
+
+
+def test_split_is_strict_disjoint_and_complete():
+    probabilities = torch.tensor([[0.5, 0.4999, 0.9, 0.0001], [0.5, 0.2, 0.7, 0.3]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, True], [True, True, False, False]])
+    low, high = lopti.split_tokens(probabilities.log(), mask, 0.5)
+    assert low.tolist() == [[False, True, False, True], [False, True, False, False]]
+    assert not (low & high).any() and torch.equal(low | high, mask)
+    low, high = lopti.split_tokens(probabilities.log(), mask, 0.0)
+    assert not low.any() and torch.equal(high, mask)
+
+
+def test_stages_in_every_order():
+    low, high, mask = (torch.tensor([[x]]) for x in (True, False, True))
+
+    def names(**options):
+        return [name for name, _ in lopti.update_stages(low, high, mask, **options)]
+
+    assert names(eta=0) == ["all"]
+    assert names(eta=0, passes=2) == ["all", "all"]
+    assert names(eta=0.5) == ["low", "high"]
+    assert names(eta=0.5, order="high-low") == ["high", "low"]
+    assert names(eta=0.5, update_only="high") == ["high"]
+    assert lopti.update_stages(low, high, mask, eta=0.5, update_only="low")[0][1] is low
+
+
+# ---------------------------------------------------------------------------------------------- the loss
+
+OUR_NAMES = {"old": "old_logprobs", "new": "new_logprobs", "ref": "ref_logprobs", "gradient": "gradient", "policy_loss": "policy_loss",
+             "joint": "joint", "low": "low_stage", "high": "high_stage"}  # fmt: skip
+PUBLISHED_NAMES = {"old": "old_logprob", "new": "new_logprob", "ref": "ref_logprob", "gradient": "grad_wrt_logprob",
+                   "policy_loss": "pg_loss", "joint": "joint", "low": "low", "high": "high"}  # fmt: skip
+
+
+def check_golden_case(case, names, advantages, reweighted, low_mask):
+    """Advantages, split, loss, statistics and gradients of lopti.py against the numbers of one golden case, to 1e-9."""
+
+    def tensor(key):
+        return torch.tensor(case[key], dtype=torch.float64)
+
+    old_logprobs, ref_logprobs = tensor(names["old"]), tensor(names["ref"])
+    mask = torch.arange(old_logprobs.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
+    found = lopti.group_advantages(tensor("rewards"), case["group_size"])
+    assert torch.allclose(found, advantages, atol=1e-9, rtol=0)
+    found = lopti.reweight_advantages(found[:, None] * mask, old_logprobs, case["alpha"])
+    assert torch.allclose(found, reweighted, atol=1e-9, rtol=0)
+    low, high = lopti.split_tokens(old_logprobs, mask, case["eta"])
+    assert torch.equal(low, low_mask & mask)
+    settings = {name: case[name] for name in ("clip_low", "clip_high", "clip_dual", "kl_coef")}
+    weight = lopti.gradient_weight(tensor(names["new"]), old_logprobs, found, ref_logprobs=ref_logprobs, **settings)
+    for update, update_mask in (("joint", None), ("low", low), ("high", high)):
+        expected = case[names[update]]
+        logprobs = tensor(names["new"]).requires_grad_()
+        loss, stats = lopti.policy_loss(
+            logprobs, old_logprobs, found, mask, update_mask=update_mask, ref_logprobs=ref_logprobs, **settings
+        )
+        loss.backward()
+        assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
+        assert stats["policy_loss"] == pytest.approx(expected[names["policy_loss"]], abs=1e-9)
+        assert torch.allclose(logprobs.grad, tensor_of(expected[names["gradient"]]), atol=1e-9, rtol=0)
+        # Eq. 2: the gradient is -w/N on every updated token
+        updated = mask if update_mask is None else update_mask
+        assert torch.allclose(logprobs.grad, -weight * updated / mask.sum(), atol=1e-12, rtol=0)
+        clipped = stats["clip_ratio/low_mean"] + stats["clip_ratio/high_mean"]
+        if names is OUR_NAMES:
+            assert stats["kl"] == pytest.approx(expected["kl"], abs=1e-9)
+            assert clipped == pytest.approx(expected["clip_low_share"] + expected["clip_high_share"])
+            assert stats["clip_ratio/dual_mean"] == pytest.approx(expected["clip_dual_share"])
+        else:
+            assert clipped == pytest.approx(expected["clip_fraction"])
+            assert stats["clip_ratio/dual_mean"] == pytest.approx(expected["clip_fraction_dual"])
+
+
+def tensor_of(values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+OUR_CASES = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))["cases"]
+
+
+@pytest.mark.parametrize("number", range(len(OUR_CASES)))
+def test_our_golden_numbers(number):
+    case = OUR_CASES[number]
+    check_golden_case(case, OUR_NAMES, tensor_of(case["advantages"]), tensor_of(case["reweighted_advantages"]), torch.tensor(case["low"]))
+
+
+def test_golden_file_is_what_its_script_writes():
+    """Recomputed token by token in plain Python; and the cases do reach every clip."""
+    assert len(OUR_CASES) >= 20
+    for case in OUR_CASES:
+        assert golden.solve({key: case[key] for key in case if key not in ("advantages", "reweighted_advantages", "low")}) == case
+    for name in ("low", "high", "dual"):
+        assert any(case["joint"][f"clip_{name}_share"] > 0 for case in OUR_CASES)
+
+
+def test_published_code():
+    """The 8 GRPO cases that the paper's own code computed."""
+    cases = json.loads(shared_file("golden/published_code.json").read_text())["cases"]
+    cases = [case for case in cases if case["algorithm"] == "grpo"]
+    assert len(cases) == 8
+    for case in cases:
+        advantages = tensor_of(case["advantage"])
+        if advantages.dim() == 2:
+            advantages = advantages[:, 0]
+        check_golden_case(case, PUBLISHED_NAMES, advantages, tensor_of(case["advantage_reweighted"]), torch.tensor(case["low_mask"]).bool())
+
+
+def test_loss_by_finite_differences():
+    """The derivative by the logits, through log-softmax, ratio, clips and KL, against central differences in float64."""
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, 6, dtype=torch.float64)
+    ids = torch.randint(0, 6, (3, 4))
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
+    old_logprobs = (logits + 0.4 * torch.randn_like(logits)).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    ref_logprobs = (logits + torch.randn_like(logits)).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    advantages = torch.randn(3, 1, dtype=torch.float64).expand(3, 4)
+    low, _ = lopti.split_tokens(old_logprobs, mask, 0.2)
+    assert 0 < low.sum() < mask.sum()
+
+    def loss(logits):
+        logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+        return lopti.policy_loss(
+            logprobs, old_logprobs, advantages, mask, update_mask=low, ref_logprobs=ref_logprobs, kl_coef=0.1, clip_dual=1.5
+        )[0]
+
+    assert torch.autograd.gradcheck(loss, logits.requires_grad_(), eps=1e-6, atol=1e-7)
+
+
+def test_kl_estimate_is_k3_of_policy_from_reference():
+    """In expectation over the policy, k3 is KL(π_θ‖π_ref); per token it is never negative."""
+    torch.manual_seed(0)
+    policy, reference = torch.randn(7).double().log_softmax(-1), torch.randn(7).double().log_softmax(-1)
+    estimate = lopti.kl_estimate(policy, reference)
+    assert (estimate >= 0).all()
+    exact = (policy.exp() * (policy - reference)).sum()
+    assert (policy.exp() * estimate).sum().item() == pytest.approx(exact.item(), abs=1e-12)
+    assert lopti.kl_estimate(torch.tensor([0.0]), torch.tensor([-9.0])).item() == pytest.approx(math.exp(-5) + 5 - 1)
+    assert lopti.kl_estimate(torch.tensor([-9.0]), torch.tensor([0.0])).item() == 10.0
+
+
+def test_kl_raises_the_loss():
+    """β·KL is added to the loss (subtracted from the objective)."""
+    logprobs, ref = torch.tensor([[-1.0]]), torch.tensor([[-2.0]])
+    advantages, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    loss, stats = lopti.policy_loss(logprobs, logprobs, advantages, mask, ref_logprobs=ref, kl_coef=0.5)
+    assert loss.item() == pytest.approx(0.5 * (math.exp(-1) + 1 - 1)) and stats["kl"] == pytest.approx(math.exp(-1))
+
+
+def test_padding_cannot_reach_the_loss():
+    """Whatever stands in the padding, infinities too, loss and gradient stay what they are."""
+    mask = torch.tensor([[True, True, False]])
+    old, advantages = torch.tensor([[-1.0, -2.0, -1e9]]), torch.tensor([[1.0, -1.0, 5.0]])
+    results = []
+    for junk in (0.0, 1e9):
+        logprobs = torch.tensor([[-0.9, -2.1, junk]], requires_grad=True)
+        loss, _ = lopti.policy_loss(logprobs, old, advantages, mask)
+        loss.backward()
+        results.append((loss.item(), logprobs.grad.tolist()))
+    assert results[0] == results[1] and math.isfinite(results[0][0])
+
+
+def test_loss_is_zero_but_its_gradient_is_not_at_the_first_step():
+    """The question every user asks: at ratio 1 the loss is -mean(Â), which is about 0 in a group of equal lengths."""
+    advantages = lopti.group_advantages(torch.tensor([3.0, -1.0, -1.0, -3.0]), 4)[:, None].expand(4, 5)
+    logprobs = torch.full((4, 5), -1.0, requires_grad=True)
+    loss, stats = lopti.policy_loss(logprobs, logprobs.detach(), advantages, torch.ones(4, 5, dtype=torch.bool))
+    loss.backward()
+    assert abs(loss.item()) < 1e-6 and stats["ratio_mean"] == 1.0 and logprobs.grad.abs().min() > 0.005
+
+
+# ---------------------------------------------------------------------------------------------- Prop. 4.2
+
+
+def test_logit_gradient_against_autograd_and_bounds():
+    torch.manual_seed(0)
+    for vocabulary in (2, 5, 1000):
+        for scale in (0.1, 3.0, 30.0):
+            logits = (torch.randn(200, vocabulary, dtype=torch.float64) * scale).requires_grad_()
+            ids = torch.randint(0, vocabulary, (200,))
+            logprobs = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
+            norms = lopti.logit_gradient_norm(logits.detach(), ids)
+            assert torch.allclose(norms, gradient.norm(dim=-1), atol=1e-12, rtol=0)
+            lower, upper = lopti.logit_gradient_bounds(logprobs.detach().exp(), vocabulary)
+            assert (lower <= norms + 1e-12).all() and (norms <= upper + 1e-12).all()
+
+
+# ---------------------------------------------------------------------------------------------- log-probabilities
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    """A model with learnt absolute positions: there wrong position ids are badly wrong. Dropout is on."""
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=171, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, eos_token_id=1, bos_token_id=1))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_against_one_row_at_a_time(name, temperature, gpt2):
+    """Padded, batched and micro-batched, against each response alone, token by token, without any padding."""
+    model = gpt2 if name == "gpt2" else random_model()
+    rollout = random_rollout(model)
+    logprobs, entropies = lopti.score(model, rollout, temperature, 5)
+    assert logprobs.dtype == torch.float32
+    assert (logprobs[~rollout.mask] == 0).all() and (entropies[~rollout.mask] == 0).all()
+    for i in range(len(rollout.mask)):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
+        response = rollout.response_ids[i][rollout.mask[i]]
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None]).logits[0].double() / temperature
+        for t, token in enumerate(response):
+            distribution = logits[len(prompt) + t - 1].softmax(-1)  # what was known before token t
+            assert logprobs[i, t].item() == pytest.approx(distribution[token].log().item(), abs=2e-5)
+            assert entropies[i, t].item() == pytest.approx(-(distribution * distribution.log()).sum().item(), abs=2e-5)
+
+
+def test_trimming_keeps_every_token():
+    rollout = random_rollout(random_model())
+    part = rollout.part([3, 5])
+    for row, original in enumerate([3, 5]):
+        assert part.response_ids[row][part.mask[row]].tolist() == rollout.response_ids[original][rollout.mask[original]].tolist()
+        assert part.prompt_ids[row][part.prompt_mask[row]].tolist() == rollout.prompt_ids[original][rollout.prompt_mask[original]].tolist()
+    assert part.mask.any(0).all() and part.prompt_mask.any(0).all()
+
+
+# ---------------------------------------------------------------------------------------------- sampling
+
+
+def test_response_mask_keeps_the_end_token():
+    end_ids, pad = [7, 9], 7  # padding id and one end id the same, two end ids
+    ids = torch.tensor([[5, 7, pad, pad], [9, pad, pad, pad], [5, 6, 5, 6], [5, 5, 5, 9]])
+    mask, truncated = lopti.response_mask(ids, end_ids)
+    assert mask.sum(1).tolist() == [2, 1, 4, 4] and truncated.tolist() == [False, False, True, False]
+    assert lopti.strip_end(ids[0][mask[0]], end_ids).tolist() == [5]
+    assert lopti.strip_end(ids[2][mask[2]], end_ids).tolist() == [5, 6, 5, 6]
+
+
+def test_the_models_generation_settings_do_not_leak(tokenizer):
+    """With and without top_k, top_p, a repetition penalty and more in the model's settings: the same samples."""
+    prompts = ["<|user|>So who is a knight?<|assistant|>"] * 2
+    options = {"group_size": 8, "max_new_tokens": 12, "temperature": 1.0}
+    model = random_model()
+    torch.manual_seed(5)
+    clean = lopti.sample(model, tokenizer, prompts, **options).response_ids
+    settings = model.generation_config
+    settings.update(do_sample=True, top_k=2, top_p=0.5, temperature=0.01, repetition_penalty=1.8, min_p=0.5, typical_p=0.2,
+                    suppress_tokens=list(range(20, 60)), no_repeat_ngram_size=1, min_new_tokens=9)  # fmt: skip
+    torch.manual_seed(5)
+    assert torch.equal(lopti.sample(model, tokenizer, prompts, **options).response_ids, clean)
+    assert model.generation_config is settings and settings.top_k == 2  # and they are put back
+    assert len({tuple(row) for row in clean.tolist()}) == 16  # top_k 1 or greedy decoding would repeat itself
+
+
+def test_samples_come_from_the_scored_distribution(tokenizer):
+    """First tokens of 4,000 samples at temperature 0.7 against the π that token_logprobs computes (chi-squared)."""
+    model, temperature = random_model(), 0.7
+    torch.manual_seed(0)
+    rollout = lopti.sample(model, tokenizer, ["Lily said"], group_size=4000, max_new_tokens=1, temperature=temperature)
+    counts = torch.bincount(rollout.response_ids[:, 0], minlength=171).double()
+    probe = rollout.part([0] * 171)
+    probe.response_ids = torch.arange(171)[:, None]
+    probabilities = lopti.token_logprobs(model, probe, temperature)[0][:, 0].double().exp()
+    assert probabilities.sum().item() == pytest.approx(1, abs=1e-4)
+    common = probabilities > 0.002
+    expected = 4000 * probabilities[common]
+    statistic = ((counts[common] - expected) ** 2 / expected).sum().item()
+    degrees = int(common.sum()) - 1
+    assert degrees > 5 and statistic < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def test_several_end_tokens_end_a_response(tokenizer):
+    model = random_model()
+    model.generation_config.eos_token_id = [1, 40, 41]
+    assert lopti.end_token_ids(model, tokenizer) == [1, 40, 41]
+    torch.manual_seed(0)
+    rollout = lopti.sample(model, tokenizer, ["knight"], group_size=64, max_new_tokens=60, temperature=2.0)
+    last = {int(ids[mask][-1]) for ids, mask, truncated in zip(rollout.response_ids, rollout.mask, rollout.truncated) if not truncated}
+    assert last & {40, 41} and last <= {1, 40, 41}
+    for ids, mask in zip(rollout.response_ids, rollout.mask):
+        assert not torch.isin(ids[mask][:-1], torch.tensor([1, 40, 41])).any()
+
+
+def test_left_padding_does_not_change_what_is_sampled(tokenizer, gpt2):
+    """Greedy answers to a short and a long prompt, in one padded batch and one by one."""
+    prompts = ["Lily", "Zoey is a knight or Liam is a knave. So who is a knight and who is a knave?"]
+    for model in (random_model(), gpt2):
+        options = {"group_size": 1, "max_new_tokens": 8, "temperature": 0}
+        together = lopti.sample(model, tokenizer, prompts, **options).texts
+        assert together == [lopti.sample(model, tokenizer, [prompt], **options).texts[0] for prompt in prompts]
+
+
+def test_sampling_switches_dropout_off(gpt2, tokenizer):
+    gpt2.train()
+    options = {"group_size": 1, "max_new_tokens": 8, "temperature": 0}
+    first, second = (lopti.sample(gpt2, tokenizer, ["Lily"], **options).texts for _ in range(2))
+    assert first == second and not gpt2.training
+
+
+def test_tags_survive_decoding(tokenizer):
+    """Special or not, what the model wrote is judged as it wrote it; only padding and end of sequence go."""
+    text = "<think> Suppose Lily knight</think><answer>(1) Lily is a knight</answer>"
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"] + [1, 0, 0])
+    mask, _ = lopti.response_mask(ids[None], [1])
+    decoded = tokenizer.decode(lopti.strip_end(ids[mask[0]], [1]), skip_special_tokens=False)
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        assert decoded.count(tag) == 1
+    assert "<|end|>" not in decoded and "<|pad|>" not in decoded
+
+
+def test_prompt_batches_in_parts(tokenizer):
+    """Greedy sampling in batches of 2 rows gives what one batch gives."""
+    prompts = ["Lily", "Zoey is a knight", "So who is a knave?"]
+    options = {"group_size": 1, "max_new_tokens": 8, "temperature": 0}
+    model = random_model()
+    assert lopti.sample(model, tokenizer, prompts, **options, batch_size=2).texts == lopti.sample(model, tokenizer, prompts, **options).texts
+
+
+# ---------------------------------------------------------------------------------------------- the update
+
+
+ETA = 0.003  # near the median π of random ids under the random model, so that both groups have members
+
+
+def gradient_of_update(micro_batch_size, mini_batch_size=0, update_mask=None):
+    """The gradient of one optimizer step (SGD, learning rate 1: the weights move by it)."""
+    model = random_model()
+    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    args = Arguments(micro_batch_size=micro_batch_size, mini_batch_size=mini_batch_size, max_grad_norm=1e9, kl_coef=0.1)
+    mask = rollout.mask if update_mask is None else update_mask(old_logprobs, rollout.mask)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    stats = lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, mask, args)
+    return torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters())]), stats
+
+
+@pytest.mark.parametrize("eta", [None, ETA])
+def test_gradient_does_not_depend_on_the_micro_batch_size(eta):
+    update_mask = None if eta is None else (lambda old_logprobs, mask: lopti.split_tokens(old_logprobs, mask, eta)[0])
+    whole, whole_stats = gradient_of_update(100, update_mask=update_mask)
+    assert whole.norm() > 1e-3
+    for size in (1, 5):
+        gradient, stats = gradient_of_update(size, update_mask=update_mask)
+        assert (gradient - whole).norm() <= 1e-5 * whole.norm()
+        for name in stats:
+            assert stats[name] == pytest.approx(whole_stats[name], rel=1e-4, abs=1e-6)
+
+
+def test_both_stages_divide_by_all_response_tokens():
+    """So the gradients of the two groups, from the same weights, add up to plain GRPO's."""
+    low, _ = gradient_of_update(100, update_mask=lambda old, mask: lopti.split_tokens(old, mask, ETA)[0])
+    high, _ = gradient_of_update(100, update_mask=lambda old, mask: lopti.split_tokens(old, mask, ETA)[1])
+    plain, _ = gradient_of_update(100)
+    assert min(low.norm(), high.norm()) > 1e-3
+    assert torch.allclose(low + high, plain, atol=1e-5)
+
+
+def trained_weights(stages_of, args):
+    model = random_model()
+    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
+    advantages = lopti.reweight_advantages(advantages, old_logprobs, args.alpha)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    low, high = lopti.split_tokens(old_logprobs, rollout.mask, args.eta)
+    assert args.eta < 1e-20 or (low.any() and high.any())
+    stats = [lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, tokens, args)
+             for _, tokens in stages_of(low, high, rollout.mask)]  # fmt: skip
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), stats
+
+
+def test_lopti_with_an_empty_group_is_grpo_to_the_last_bit():
+    """η so small that no token is below it: stage 1 takes no optimizer step, stage 2 is plain GRPO."""
+    grpo, _ = trained_weights(lambda low, high, mask: [("all", mask)], Arguments(mini_batch_size=4))
+    args = Arguments(mini_batch_size=4, alpha=0.0, eta=1e-30)
+    lopti_weights, stats = trained_weights(lambda low, high, mask: lopti.update_stages(low, high, mask, eta=args.eta), args)
+    assert torch.equal(grpo, lopti_weights)
+    assert stats[0] == {"optimizer_steps": 0} and stats[1]["optimizer_steps"] == 3
+    other, _ = trained_weights(lambda low, high, mask: lopti.update_stages(low, high, mask, eta=ETA), Arguments(mini_batch_size=4, eta=ETA))
+    assert not torch.equal(grpo, other)
+
+
+def test_a_skipped_mini_batch_leaves_weights_and_moments_alone():
+    model = random_model()
+    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    args = Arguments(mini_batch_size=4)
+    lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, rollout.mask, args)  # fills the moments
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    nothing = torch.zeros_like(rollout.mask)
+    assert lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, nothing, args) == {"optimizer_steps": 0}
+    assert all(torch.equal(b, p) for b, p in zip(before, model.parameters()))
+    one_mini_batch = nothing.clone()
+    one_mini_batch[:4] = rollout.mask[:4]
+    assert lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, one_mini_batch, args)["optimizer_steps"] == 1
+
+
+def test_second_stage_sees_the_ratio_of_the_first():
+    """Same old_logprobs in both stages: the first starts at ratio 1, the second does not."""
+    args = Arguments(mini_batch_size=0, eta=ETA)
+    _, (first, second) = trained_weights(lambda low, high, mask: lopti.update_stages(low, high, mask, eta=ETA), args)
+    assert first["ratio_mean"] / first["updated_share"] == pytest.approx(1, abs=1e-5)
+    assert abs(second["ratio_mean"] / second["updated_share"] - 1) > 1e-5
+    assert first["updated_share"] + second["updated_share"] == pytest.approx(1)
+
+
+def test_gradient_clip_is_applied_to_each_step():
+    model = random_model()
+    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    args = Arguments(mini_batch_size=0, max_grad_norm=0.01)
+    stats = lopti.update(model, torch.optim.SGD(model.parameters(), lr=1.0), rollout, advantages, old_logprobs, ref_logprobs, rollout.mask, args)
+    moved = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters())]).norm().item()
+    assert stats["grad_norm"] > 0.01 and moved == pytest.approx(0.01, rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------- rewards: Knights and Knaves
+
+TRUTH = "(1) Jack is a knight\n(2) Jackson is a knave"
+RIGHT = "(1) Jack is a knight\n(2) Jackson is a knave"
+
+
+def kk(answer, before="Suppose so. </think>", after="", **columns):
+    return kk_reward([f"{before}<answer>{answer}</answer>{after}"], [TRUTH], **columns)[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (RIGHT, 3.0),
+        ("JACK IS A KNIGHT, JACKSON IS A KNAVE", 3.0),  # case does not matter
+        ("Jackson is a knave.\nJack is\ta  knight.", 3.0),  # nor order, nor spacing
+        ("Jack is a knight\nJackson is a knight", -0.5),  # complete but wrong
+        ("Jack is a knave\nJackson is a knight", -0.5),
+        ("", -1.0),
+        ("Jack is a knight", -1.0),  # a name is missing
+        ("Jack is a knight\nJack is a knave", -1.0),  # both roles for one name, the other missing
+        ("Jack is a knight\nJack is a knave\nJackson is a knave", -1.0),  # both roles for one name
+        (RIGHT + "\nso there is one knight", -1.0),  # one role word too many
+        ("Both are knights: " + RIGHT, -1.0),  # 'knights' counts as well
+        ("Jack is a knight\nJackson is a knaves", -1.0),  # the count is right, the word is not
+        ("Jack: knight\nJackson: knave", -1.0),  # another layout
+        ("Jackson is a knight\nJackson is a knave", -1.0),  # Jack must not be found inside Jackson
+        ("(1) Zoey is a knight\n(2) Oliver is a knave", -1.0),  # copied from the prompt's example
+    ],
+)
+def test_kk_answer(answer, score):
+    assert kk(answer) == score
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "no tags at all",
+        f"<answer>{RIGHT}</answer>",  # thinking never ends
+        f"</think>{RIGHT}",
+        f"</think><answer>{RIGHT}",
+        f"</think>{RIGHT}</answer>",
+        f"</think></think><answer>{RIGHT}</answer>",
+        f"<answer>{RIGHT}</answer></think>",  # wrong order
+        f"</think></answer>{RIGHT}<answer>",
+        f"</think><answer>{RIGHT}</answer><answer>{RIGHT}</answer>",  # a second answer
+        f"The form is <answer> </answer>.</think><answer>{RIGHT}</answer>",  # tags copied from the prompt
+        f"<think></think><answer>{RIGHT}</answer>",  # the prompt opened <think> already
+        f"</think><Answer>{RIGHT}</Answer>",
+        None,
+        [],
+        [{"role": "assistant", "content": None}],
+    ],
+)
+def test_kk_broken_format(response):
+    assert kk_reward([response], [TRUTH]) == [-3.0]
+
+
+def test_kk_text_outside_the_answer_does_not_count():
+    assert kk(RIGHT, before="(1) Zoey is a knight\n(2) Oliver is a knave </think>", after=" All knaves lie.") == 3.0
+
+
+def test_kk_uses_the_prompt_to_see_whether_think_is_open():
+    closed, opened = "Who is who?", "Who is who?\nassistant: <think> \n"
+    assert kk(RIGHT, prompts=[opened]) == 3.0
+    assert kk(RIGHT, prompts=[closed]) == -3.0
+    assert kk(RIGHT, before="<think>So </think>", prompts=[closed]) == 3.0
+    assert kk(RIGHT, before="<think>So </think>", prompts=[opened]) == -3.0
+    assert kk(RIGHT, before="</think><think>", prompts=[closed]) == -3.0
+    messages = [{"role": "user", "content": closed}, {"role": "assistant", "content": "<think>"}]
+    assert kk(RIGHT, prompts=[messages]) == 3.0
+    assert kk(RIGHT, prompts=[messages[:1]]) == -3.0
+
+
+def test_chat_messages_count_by_their_last_one():
+    right, wrong = f"</think><answer>{RIGHT}</answer>", "</think><answer></answer>"
+    chat = [{"role": "assistant", "content": wrong}, {"role": "assistant", "content": right}]
+    assert kk_reward([chat, chat[:1], right], [TRUTH] * 3, names=[["Jack"]] * 3) == [3.0, -1.0, 3.0]
+    boxed = [{"role": "assistant", "content": r"$\boxed{7}$"}]
+    assert math_reward([boxed, boxed, []], ["7", "8", "7"], level=[1, 2, 3]) == [1.0, 0.0, 0.0]
+
+
+def test_kk_helpers():
+    assert names_and_roles(TRUTH) == {"Jack": "knight", "Jackson": "knave"}
+    assert parse_roles("Jackson is a knave, Jack is a knight", ["Jack", "Jackson"]) == names_and_roles(TRUTH)
+    assert parse_roles("Jack is a knight", ["Jack", "Jackson"]) is None
+    assert parse_roles("Joann is a knight, Joann is a knave", ["Ann", "Joann"]) is None  # Ann is not in Joann
+    assert parse_roles("J.ck is a knight", ["J.ck"]) == {"J.ck": "knight"}
+    assert parse_roles("Jack is a knight", ["J.ck"]) is None
+
+
+def test_wrong_arguments_are_reported():
+    with pytest.raises(ValueError, match="2 completions but 1 entries in `solution`"):
+        kk_reward(["a", "b"], [TRUTH])
+    with pytest.raises(ValueError, match="1 completions but 2 entries in `prompts`"):
+        kk_reward(["a"], [TRUTH], prompts=["", ""])
+    with pytest.raises(ValueError, match="1 completions but 0 entries in `solution`"):
+        math_reward(["a"], [])
+    for nobody in ("nobody here", "", None):
+        with pytest.raises(ValueError, match="row 1 of `solution` names nobody"):
+            kk_reward(["a", "b"], [TRUTH, nobody])
+    assert kk_reward([], []) == math_reward([], []) == []
+
+
+def test_kk_agrees_with_the_published_reward():
+    rows = read_jsonl(shared_file("golden/kk_rewards.jsonl"))
+    ours = kk_reward([row["response"] for row in rows], [row["solution"] for row in rows])
+    assert [(row["response"], score) for row, score in zip(rows, ours) if score != row["score"]] == []
+    assert len(rows) == 640
+
+
+# ---------------------------------------------------------------------------------------------- rewards: mathematics
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so $\boxed{5}$.", "5"),
+        (r"\boxed{1} or \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
+        (r"\boxed {a}", "a"),
+        (r"$\boxed 5$ eggs", "5"),
+        (r"$\boxed\frac{1}{2}$", r"\frac{1}{2}"),
+        (r"\fbox{6}", "6"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{1}</think> I forgot.", None),
+        (r"\boxed{1}</think> \boxed{2}", "2"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} no: \boxed{2", None),
+        (r"the answer is 5", None),
+        (r"\boxed", None),
+        ("", None),
+    ],
+)
+def test_extract_boxed(text, content):
+    assert extract_boxed(text) == content
+
+
+EQUAL = r"""
+5 | 5.0
+5 | 05
+-7 | - 7
+1234567 | 1,234,567
+1234567 | 1{,}234{,}567
+1234.5 | 1,\!234.5
+52000 | 52\,000
+\frac{3}{4} | 0.75
+\frac{3}{4} | \dfrac34
+\frac{3}{4} | \tfrac{3}4
+\frac{3}{4} | 6/8
+\frac 3 4 | .75
+-\frac{3}{4} | \frac{-3}{4}
+\frac{\frac12}{3} | 1/6
+2\frac{1}{3} | \frac{7}{3}
+-2\frac{1}{3} | -7/3
+2 1/3 | 7/3
+\sqrt{18} | 3\sqrt2
+\frac{1}{\sqrt{2}} | \frac{\sqrt 2}{2}
+\sqrt[3]{-27} | -3
+\sqrt{-4} | 2i
+2^{10} | 1024
+4^{-1/2} | 0.5
+2\cdot 3^2 | 18
+5! | 120
+1.5 \times 10^{3} | 1500
+\log_2 8 | 3
+\sin\frac{\pi}{6} | \frac12
+|-3| | 3
+e^{i\pi} | -1
+(2+i)^2 | 3+4i
+40\% | 40
+60^\circ | 60
+60^{\circ} | 60
+\$12.50 | 12.5
+12 \text{ cm}^2 | 12
+12 | 12\,\mathrm{km}
+12 | 12 square feet
+12 cm | 12
+3 \text{ million} | 3000000
+x = 4 | 4
+4 | x = 4
+\theta=\frac{\pi}{4} | 0.25\pi
+f(x) = x^2 | x^2
+x \in [1,2] | [1, 2]
+\text{Area} = 6 | 6
+x^2 - 1 | (x-1)(x+1)
+(a+b)^2 | a^2+2ab+b^2
+\frac{x}{2} | 0.5x
+\sqrt{x^2} | |x|
+x_1 + x_{2} | x_2 + x_{1}
+\tan^2 x | \frac{\sin^2 x}{\cos^2 x}
+y = 2x + 1 | 2x - y + 1 = 0
+2x + 4y = 6 | x + 2y - 3 = 0
+x > 3 | 3 < x
+1 \le x < 2 | 1 \leq x \lt 2
+(1, \frac12) | \left( 1,\, 0.5 \right)
+[0, \infty) | \left[0,+\infty\right)
+(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1)
+\{1, 2, 3\} | \{3, 1, 2\}
+1, 2 | 2,1
+\{1, 2\} | 1 \text{ and } 2
+1, 2, 3 | 1, 2, \text{ and } 3
+x = 1 \text{ or } x = -1 | x = \pm 1
+2 \pm \sqrt{3} | 2-\sqrt{3}, 2+\sqrt{3}
+100,200 | 200, 100
+\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5 & 0 \\ 0 & 1 \end{bmatrix}
+\text{(B)} | B
+\text{Monday} | monday
+A,C | \text{C, A}
+7:30 | 7 : 30
+21_3 | 7
+9^{9^{9^9}} | 9^{ \, 9^{9^9} }
+{1, 2} | \{2, 1\}
+18.90 | \( 18.9 \text{ dollars} \)
+(x, y) = (1, 2) | (1,2)
+""".strip().splitlines()
+
+DIFFERENT = r"""
+5 | 6
+5 | -5
+5 |
+100000000000000000000 | 100000000000000000001
+\frac{1}{3} | 0.333
+\frac13 | 3
+\frac{12}{3} | \frac{1}{23}
+1\frac{2}{3} | \frac{2}{3}
+\sqrt{2} | 1.41
+\sqrt{2} | \sqrt[3]{2}
+2^{10} | 2^{11}
+40 | 0.4
+5 \text{ million} | 5
+5 \text{ a.m.} | 5 \text{ p.m.}
+5 | 5 6
+30 | 5 6
+2 | 3x = 2
+5 | 5, 6
+5, 6 | 5
+1, 1, 2 | 1, 2, 2
+1,200 | 1.2
+(1,200) | 1200
+(1, 2) | (2, 1)
+(1, 2) | [1, 2]
+[1, 2) | (1, 2]
+(1, 2) | (1, 2, 3)
+(1, 2) | 1, 2
+(1, 2) | (1, 2
+\{1, 2\} | (1, 2)
+(-\infty,1)\cup(2,3] | (-\infty,1)\cup(2,3)
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 2 \\ 1 \end{pmatrix}
+x | y
+x | -x
+x | |x|
+x^2 | x^3
+x^2 - 1 | (x-1)^2
+x = 4 | y = 4
+x = 4 | x = 5
+y = 2x + 1 | y = 2x - 1
+2x + y = 0 | 2x + y
+x > 3 | x \ge 3
+x > 3 | x < 3
+2 \pm \sqrt{3} | 2 + \sqrt{3}
+2+3i | 2-3i
+7:30 | 7:20
+\text{(B)} | C
+\text{Monday} | \text{dayMon}
+\text{no solution} | 0
+9^{9^{9}} | 9^{9^{8^9}}
+1/0 | 2/0
+5 | 5☃
+5 | 5\text{ or }6
+24 | 24abcd
+\infty | -\infty
+5 | five hundred
+""".strip().splitlines()
+
+TRIPLES = [(*line.split(" |", 1), True) for line in EQUAL] + [(*line.split(" |", 1), False) for line in DIFFERENT]
+
+
+@pytest.mark.parametrize(("expected", "predicted", "verdict"), TRIPLES)
+def test_answers_match(expected, predicted, verdict):
+    assert answers_match(predicted, expected) is verdict
+    if predicted.strip():
+        assert answers_match(expected, predicted) is verdict  # the order does not matter
+
+
+def test_math_reward_reads_the_box_and_compares():
+    texts = [r"$\boxed{\frac12}$", "0.5", r"\boxed{0.5}</think>0.5", r"</think>\boxed{\frac{2}{4}\%}"]
+    texts += [r"\boxed{0.5", None]
+    assert math_reward(texts, ["0.5"] * 6, prompts=["?"] * 6) == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert math_reward([r"\boxed{5}", r"\boxed{}"], [5, ""]) == [1.0, 0.0]
+
+
+HOSTILE = [
+    "{" * 10_000,
+    "}" * 10_000,
+    "(" * 900,
+    "[(" * 450,
+    "|" * 999,
+    "-" * 990 + "5",
+    r"\frac" * 190,
+    r"\sqrt{" * 160 + "}" * 40,
+    r"\left(" * 160,
+    r"\begin{pmatrix}" * 60,
+    r"\text{" * 160 + "}" * 39,
+    r"\sin" * 240 + "x",
+    "2^" * 490 + "2",
+    "9!" * 480,
+    "9!" + "!" * 900,
+    "9^{9^{9}}",
+    "9^{9^{9}} x",
+    "0^{-1}",
+    "-" + "9" * 990,
+    "(9^999)" * 140,
+    "(9^999+x)" * 100,
+    "7^{1000}/" * 90 + "3",
+    "1," * 499 + "2",
+    r"\pm1," * 190 + "1",
+    r"1\cup" * 190 + "1",
+    "x=" * 499 + "1",
+    "1<" * 499 + "1",
+    " ".join(["x_{a}"] * 160),
+    "\x00\x01\x7f 5",
+    "\u200f5\u200f",
+    "٥",
+    "²",
+    "𝟓",
+    "\ud800\udfff5",
+    "\ud800",
+    "x_\ud800",
+    "5_0",
+    "9_1",
+    "9" * 990 + "_{99}",
+    r"\log_{1} 5",
+    r"\log 0",
+    r"\infty-\infty",
+    r"\infty^{\infty}",
+    r"\sqrt[0]{2}",
+    r"\sqrt{\infty}",
+    r"\sqrt[x]{(1,2)}",
+    r"(1,2)^2",
+    r"\{1,2\}!",
+    r"x!",
+    r"i!",
+    r"|(1,2)|",
+    r"i<5",
+    "\\",
+    "_",
+    "^",
+    "&",
+    r"\\",
+    "x=\\",
+    r"\frac{1",
+    r"\text{}",
+    r"1\text{}2",
+    ".",
+    ",,,",
+    "$",
+]
+
+
+@pytest.mark.parametrize("junk", HOSTILE, ids=lambda text: ascii(text[:12]))
+def test_hostile_answers_are_wrong_and_fast(junk):
+    start = time.perf_counter()
+    assert not answers_match(junk, "17")
+    assert not answers_match("17", junk)
+    assert not answers_match(junk, "3x+(1,2)")
+    answers_match(junk + " ", junk.replace(" ", "") + "+0")  # either verdict, but no exception
+    assert math_reward(["\\boxed{" + junk + "}", junk], ["17", "17"]) == [0.0, 0.0]
+    assert kk_reward([junk, f"</think><answer>{junk}</answer>"], [TRUTH] * 2) == [-3.0, -1.0]
+    assert time.perf_counter() - start < 1.0
+
+
+MEGABYTE = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x" * MEGABYTE,
+        " " * MEGABYTE,
+        "{" * MEGABYTE,
+        "\\" * MEGABYTE,
+        r"\boxed{" * (MEGABYTE // 7),
+        r"\boxed" * (MEGABYTE // 6),
+        r"\boxed" + " " * MEGABYTE,
+        r"\boxed{" + "{" * (MEGABYTE // 2) + "}" * (MEGABYTE // 2) + "}",
+        r"\boxed{" + "9" * MEGABYTE + "}",
+        r"\boxed{" + "1," * (MEGABYTE // 2) + "}",
+        "</think>" * (MEGABYTE // 8),
+        "</think><answer>" + "Jack is a " * (MEGABYTE // 10) + "</answer>",
+        "</think><answer>Jack" + " " * MEGABYTE + "is a knight, Jackson is" + " " * MEGABYTE + "a knave?</answer>knave",
+        "</think><answer>Jack is a knight, Jack is a knight" + "Jackson is " * (MEGABYTE // 11) + "</answer>",
+    ],
+    ids=range(14),
+)
+def test_a_megabyte_is_harmless(text):
+    start = time.perf_counter()
+    assert math_reward([text], ["17"]) == [0.0]
+    assert kk_reward([text], [TRUTH])[0] in (-3.0, -1.0, 3.0)
+    assert time.perf_counter() - start < 5.0
+
+
+def test_limits_are_kept():
+    deep = lambda n: "(" * n + "1" + ")" * n
+    assert answers_match(deep(rewards.MAX_DEPTH - 1), "1")
+    assert not answers_match(deep(rewards.MAX_DEPTH + 1), "1")
+    long = "1" + "+0" * rewards.MAX_LENGTH
+    assert answers_match("1+0+0", "1") and not answers_match(long, "1") and answers_match(long, long)
+
+
+def test_math_agrees_with_two_established_graders_and_is_fast():
+    rows = read_jsonl(shared_file("data/math_grading.jsonl"))
+    responses, solutions = [row["response"] for row in rows], [row["solution"] for row in rows]
+    start = time.process_time()
+    ours = math_reward(responses, solutions)
+    assert (time.process_time() - start) / len(rows) < 1e-3  # seconds per pair
+    assert sum(score == row["correct"] for score, row in zip(ours, rows)) >= 0.98 * len(rows)
+
+
+def test_a_pair_takes_less_than_a_millisecond():
+    start = time.process_time()
+    for expected, predicted, _ in TRIPLES:
+        answers_match(predicted, expected)
+    assert (time.process_time() - start) / len(TRIPLES) < 1e-3
+
+
+# ---------------------------------------------------------------------------------------------- puzzles, tokenizer, data files
+
+
+def test_generated_puzzles_have_one_solution():
+    """Counted by brute force on the text itself, not on the generator's claims."""
+    rng = random.Random(1)
+    for people in (2, 3, 4, 5, 8):
+        for _ in range(10):
+            puzzle = puzzles.generate_puzzle(rng, people)
+            names, found = puzzle["names"], []
+            claims = literal_eval(puzzle["statements"])
+            for number in range(2**people):
+                roles = [bool(number >> i & 1) for i in range(people)]
+                text_of = {f"{name} is a {word}": value for name, is_knight in zip(names, roles)
+                           for word, value in (("knight", is_knight), ("knave", not is_knight))}  # fmt: skip
+                consistent = True
+                for claim, is_knight in zip(claims, roles):
+                    sentence = puzzles.claim_text(claim, names).replace(" is not a ", " is a ")
+                    facts = re.findall(r"[A-Z][a-z]+ is a (?:knight|knave)", sentence.removeprefix("If "))
+                    values = [text_of[fact] for fact in facts]
+                    if claim[0] == "not":
+                        truth = not values[0]
+                    elif len(values) == 1:
+                        truth = values[0]
+                    else:
+                        truth = {"and": values[0] and values[1], "or": values[0] or values[1], "->": not values[0] or values[1], "<=>": values[0] == values[1]}[claim[0]]
+                    consistent = consistent and truth == is_knight
+                if consistent:
+                    found.append(roles)
+            assert found == [puzzle["solution"]]
+            assert puzzle["quiz"].startswith(puzzles.OPENING) and puzzle["quiz"].endswith(puzzles.QUESTION)
+
+
+def test_committed_puzzles_are_disjoint_and_solved():
+    train, test = read_jsonl(ROOT / "data" / "kk_train.jsonl"), read_jsonl(ROOT / "data" / "kk_test.jsonl")
+    assert not {row["quiz"] for row in train} & {row["quiz"] for row in test}
+    assert len({row["quiz"] for row in train + test}) == len(train) + len(test)
+    assert {len(row["names"]) for row in train} == {len(row["names"]) for row in test} == {2, 3, 4, 5}
+    for row in train + test:
+        assert puzzles.solutions(literal_eval(row["statements"])) == [tuple(row["solution"])]
+        answer = "\n".join(f"({i}) {name} is a {'knight' if role else 'knave'}" for i, (name, role) in enumerate(zip(row["names"], row["solution"]), 1))
+        assert row["solution_text_format"] == answer
+
+
+def test_worked_solutions_are_right():
+    rng = random.Random(0)
+    for people in (2, 3, 5):
+        for _ in range(20):
+            puzzle = puzzles.generate_puzzle(rng, people)
+            text = puzzles.worked_solution(rng, puzzle["names"], literal_eval(puzzle["statements"]))
+            assert rewards.kk_reward([text], [puzzle["solution_text_format"]]) == [3.0]
+
+
+def test_real_puzzles_are_in_our_language(tokenizer):
+    """Every sentence of the public set can be written by our generator, and every word is in the vocabulary."""
+    rows = [row for people in range(3, 8) for row in read_jsonl(shared_file(f"data/kk_{people}ppl.jsonl"))]
+    for row in rows:
+        for name, claim in zip(row["names"], literal_eval(row["statements"])):
+            text = puzzles.claim_text(claim, row["names"])
+            assert any(attribution.format(name=name, claim=text) in row["quiz"] for attribution in puzzles.ATTRIBUTIONS)
+    ids = tokenizer([row["quiz"] for row in rows], add_special_tokens=False)["input_ids"]
+    assert not any(tokenizer.unk_token_id in row for row in ids)
+    assert tokenizer.batch_decode(ids) == [row["quiz"] for row in rows]
+
+
+def test_tokenizer_round_trips(tokenizer):
+    texts = [r"\boxed{12}", r"The answer is \boxed{\frac{3}{7}}.", "(1, 2) + (3, 4) = (4, 6). The answer is \\boxed{(4, 6)}."]
+    texts += [row["quiz"] for row in read_jsonl(ROOT / "data" / "kk_test.jsonl")]
+    texts += [row[key] for row in read_jsonl(ROOT / "data" / "math_test.jsonl") for key in ("problem", "answer")]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert tokenizer.batch_decode(ids) == texts
+    assert not any(tokenizer.unk_token_id in row for row in ids)
+    prompt = lopti.render_prompt(tokenizer, lopti.TASKS["kk"].messages(texts[3]), "<think>")
+    assert prompt.endswith("<|assistant|><think>") and texts[3] in prompt
+
+
+def test_bundled_policy_is_small_and_standard():
+    assert sum(path.stat().st_size for path in TINY.iterdir()) <= 8 * 2**20
+    assert (TINY / "model.safetensors").exists()
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    assert model.config.model_type == "llama" and model.dtype == torch.float32
+
+
+def test_math_files_grade_themselves():
+    train, test = read_jsonl(ROOT / "data" / "math_train.jsonl"), read_jsonl(ROOT / "data" / "math_test.jsonl")
+    assert not {row["problem"] for row in train} & {row["problem"] for row in test}
+    answers = [row["answer"] for row in train + test]
+    assert rewards.math_reward([f"\\boxed{{{answer}}}" for answer in answers], answers) == [1.0] * len(answers)
+    for kind, sign in (("integer", r"\d+"), ("fraction", r"\\frac\{\d+\}\{\d+\}"), ("decimal", r"\d+\.\d"), ("tuple", r"\(\d+, \d+\)")):
+        assert any(re.fullmatch(sign, answer) for answer in answers), kind
+
+
+# ---------------------------------------------------------------------------------------------- arguments, data, evaluation
+
+
+def test_presets_and_explicit_flags():
+    assert lopti.parse_arguments([]).alpha == 0 and lopti.parse_arguments([]).eta == 0
+    for preset in lopti.PRESETS:
+        args = lopti.parse_arguments(["--preset", preset])
+        assert args.alpha == 0 and args.eta == 0
+    paper = lopti.parse_arguments(["--preset", "kk", "--alpha", "0.3", "--eta", "0.5"])
+    settings = {"learning_rate": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0, "prompts_per_step": 64, "group_size": 8, "mini_batch_size": 256,
+                "temperature": 0.7, "clip_low": 0.2, "clip_high": 0.24, "clip_dual": 10.0, "kl_coef": 0.001, "epochs": 5,
+                "max_prompt_length": 400, "max_new_tokens": 4096, "alpha": 0.3, "eta": 0.5}  # fmt: skip
+    assert {name: getattr(paper, name) for name in settings} == settings
+    assert lopti.parse_arguments(["--preset", "kk", "--temperature", "1.0"]).temperature == 1.0
+    assert lopti.parse_arguments(["--temperature", "0.9", "--preset", "kk"]).temperature == 0.9
+
+
+def test_help_documents_every_field(capsys):
+    with pytest.raises(SystemExit) as stop:
+        lopti.main(["--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0
+    for name in Arguments.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in text
+    for group in ("method", "sampling", "optimisation", "model and data", "evaluation", "run"):
+        assert f"\n{group}:" in text
+
+
+def kk_file(folder, rows, name="rows.jsonl"):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_training_prompts_are_never_evaluation_prompts(tokenizer, tmp_path):
+    test = read_jsonl(ROOT / "data" / "kk_test.jsonl")[:6]
+    train = read_jsonl(ROOT / "data" / "kk_train.jsonl")
+    small = [row for row in train if len(row["names"]) == 2][:4]
+    disguised = {**test[0], "quiz": "  " + test[0]["quiz"].replace(". ", ".  ").upper()}
+    said = []
+    args = Arguments(data=kk_file(tmp_path, small + test[:3] + [disguised]), eval_data=kk_file(tmp_path, test, "eval.jsonl"))
+    rows, held_out = lopti.load_data(args, tokenizer, said.append)
+    assert len(rows) == 4 and len(held_out) == 6
+    assert any("4 dropped" in line for line in said)
+    assert not {row["question"] for row in rows} & {row["question"] for row in held_out}
+    with pytest.raises(lopti.UserError, match="no training prompts are left"):
+        lopti.load_data(Arguments(data=args.eval_data, eval_data=args.eval_data), tokenizer, said.append)
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer):
+    said = []
+    rows, _ = lopti.load_data(Arguments(max_prompt_length=75), tokenizer, said.append)
+    assert any(re.search(r"dropped \d+ training prompts longer than 75 tokens", line) for line in said)
+    assert rows and all(len(tokenizer(row["prompt"])["input_ids"]) <= 75 for row in rows)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_every_file_format(tokenizer, tmp_path, suffix):
+    import datasets
+
+    rows = [{"quiz": f"quiz {i}, with a comma", "solution_text_format": "(1) Zoey is a knight\n(2) Liam is a knave"} for i in range(3)]
+    data, path = datasets.Dataset.from_list(rows), str(tmp_path / f"rows.{suffix}")
+    {"jsonl": data.to_json, "json": data.to_json, "csv": data.to_csv, "parquet": data.to_parquet}[suffix](path)
+    found = lopti.load_rows(path, lopti.TASKS["kk"])
+    assert [row["question"] for row in found] == [row["quiz"] for row in rows]
+    assert all(row["solution"] == rows[0]["solution_text_format"] and row["difficulty"] == "2" for row in found)
+
+
+def test_a_data_set_with_configurations_and_splits(tmp_path):
+    """The form in which the hub holds the paper's data: name:configuration:split+split."""
+    for people in (3, 4):
+        (tmp_path / "train").mkdir(exist_ok=True)
+        kk_file(tmp_path / "train", [{"quiz": f"quiz {people}", "solution_text_format": "(1) A is a knight"}] * 2, f"people{people}.jsonl")
+    files = "".join(f"  - split: {n}ppl\n    path: train/people{n}.jsonl\n" for n in (3, 4))
+    (tmp_path / "README.md").write_text(f"---\nconfigs:\n- config_name: train\n  data_files:\n{files}---\n")
+    rows = lopti.load_rows(f"{tmp_path}:train:3ppl+4ppl", lopti.TASKS["kk"])
+    assert [row["question"] for row in rows] == ["quiz 3"] * 2 + ["quiz 4"] * 2
+
+
+def test_wilson_interval_by_hand():
+    """The bounds are the shares p0 at which |p - p0| is 1.96 standard errors of p0."""
+    for mean, count in ((0.5, 100), (0.0, 20), (1.0, 20), (0.9, 50)):
+        for bound in lopti.wilson_interval(mean, count):
+            if 0 < bound < 1:
+                assert abs(mean - bound) == pytest.approx(1.959964 * math.sqrt(bound * (1 - bound) / count), rel=1e-6)
+    low, high = lopti.wilson_interval(1.0, 20)
+    assert low < 0.9 and high == 1.0
+
+
+def test_evaluation_counts(tokenizer, monkeypatch):
+    """A policy that answers every puzzle with the solution of the first: known greedy, avg@k and pass@k."""
+    rows = [{"prompt": f"p{i} <think>", "question": f"p{i}", "solution": f"(1) {name} is a knight", "difficulty": str(people)}
+            for i, (name, people) in enumerate([("Zoey", 2), ("Zoey", 2), ("Liam", 2), ("Zoey", 3)])]  # fmt: skip
+
+    def fake_sample(model, tokenizer, prompts, *, group_size, temperature, **rest):
+        right, wrong = " r </think><answer>(1) Zoey is a knight</answer>", "nothing"
+        texts = [right if temperature == 0 or number % 2 == 0 else wrong for _ in prompts for number in range(group_size)]
+        return Rollout(None, None, None, torch.ones(len(texts), 5), None, texts)
+
+    monkeypatch.setattr(lopti, "sample", fake_sample)
+    table, answered = lopti.evaluate(None, tokenizer, rows, Arguments(eval_samples=4))
+    assert [table["2"][name][0] for name in ("greedy", "avg@4", "pass@4")] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+    assert [table["3"][name][0] for name in ("greedy", "avg@4", "pass@4")] == [1.0, 0.5, 1.0]
+    assert table["2"]["prompts"] == 3 and len(answered[0]) == 5
+    text = lopti.evaluation_table({"before": table, "after": table}, "people")
+    assert "greedy before" in text and "pass@4 after" in text and "0.67 [" in text and "\nmean" in text
+
+
+def test_evaluation_leaves_the_random_state_alone(tokenizer):
+    model = random_model()
+    rows = [{"prompt": "Lily", "question": "q", "solution": "(1) Lily is a knight", "difficulty": "2"}]
+    args = Arguments(max_new_tokens=5, eval_samples=2)
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    first = lopti.evaluate(model, tokenizer, rows, args)[1]
+    assert torch.equal(torch.rand(4), expected)
+    assert lopti.evaluate(model, tokenizer, rows, args)[1] == first
+
+
+def test_prompts_come_in_whole_rounds():
+    rows = list(range(10))
+    stream = lopti.prompt_stream(rows, 4, seed=0)
+    drawn = [row for _ in range(5) for row in next(stream)]
+    assert sorted(drawn[:10]) == rows and sorted(drawn[10:]) == rows and drawn[:10] != drawn[10:]
+    again = lopti.prompt_stream(rows, 4, seed=0)
+    assert [row for _ in range(5) for row in next(again)] == drawn
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (("--alpha", "1.5"), "--alpha must lie between 0 and 1, not 1.5"),
+        (("--eta", "-0.1"), "--eta must lie between 0 and 1"),
+        (("--alpha", "nan"), "--alpha must lie between 0 and 1"),
+        (("--group-size", "1"), "--group-size must be at least 2"),
+        (("--data", "nowhere.jsonl"), "there is no data file nowhere.jsonl"),
+        (("--data", "{empty}"), "is empty"),
+        (("--data", "{columns}"), "needs the columns quiz and solution_text_format; it has colour, size"),
+        (("--data", "{broken}"), "cannot load the data"),
+        (("--data", "{holes}"), "row 2 of the data"),
+        (("--model", "{weightless}"), "holds no weights"),
+        (("--model", "no/such-model-anywhere"), "cannot load the model no/such-model-anywhere"),
+        (("--device", "cuda:7x"), "--device cuda:7x"),
+        (("--device", "toaster"), "--device toaster: no such device here"),
+        (("--update-only", "low"), "--update-only low needs --eta above 0"),
+        (("--temperature", "0"), "--temperature must be above 0"),
+        (("--people", "9"), "no evaluation prompts are left"),
+        (("--steps", "0"), "give --steps or --epochs"),
+        (("--bogus",), "unrecognized arguments: --bogus"),
+        (("--order", "sideways"), "invalid choice"),
+    ],
+)
+def test_bad_input_ends_in_one_sentence(flags, words, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "columns.jsonl").write_text('{"colour": 1, "size": 2}\n')
+    (tmp_path / "broken.jsonl").write_text('{"quiz": \n')
+    (tmp_path / "holes.jsonl").write_text('{"quiz": "q", "solution_text_format": "(1) A is a knight"}\n{"quiz": "q"}\n')
+    (tmp_path / "weightless").mkdir()
+    shutil.copy(TINY / "config.json", tmp_path / "weightless")
+    names = {path.stem: path for path in tmp_path.iterdir()}
+    code = lopti.main([flag.format(**names) for flag in flags] + ["--output", str(tmp_path / "runs")])
+    error = capsys.readouterr().err.strip()
+    assert code == 2 and words in error
+    assert len(error.splitlines()) == 1 and "Traceback" not in error
+    assert not (tmp_path / "runs").exists()
+
+
+# ---------------------------------------------------------------------------------------------- end to end
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    """The same two steps of AR + Lopti, twice, each in a process of its own."""
+    folder = tmp_path_factory.mktemp("runs")
+    results = [run_lopti("--alpha", 0.3, "--eta", 0.5, *SMALL, output=folder) for _ in range(2)]
+    assert [code for code, _, _ in results] == [0, 0], results
+    return sorted(folder.iterdir()), results
+
+
+def test_two_steps_end_to_end(two_runs):
+    folders, results = two_runs
+    assert len(folders) == 2  # the same command twice: two folders
+    for folder in folders:
+        steps = read_jsonl(folder / "metrics.jsonl")
+        assert [row["step"] for row in steps] == [1, 2]
+        for name in (
+            "reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl",
+            "clip_ratio/low_mean", "clip_ratio/high_mean", "grad_norm/low", "grad_norm/high", "low_probability_share", "peak_memory_gib",
+            "seconds/sampling", "seconds/scoring", "seconds/updating", "tokens_per_second/sampling", "tokens_per_second/updating",
+        ):  # fmt: skip
+            assert math.isfinite(steps[0][name]), name
+        assert steps[0]["optimizer_steps"] == 4  # 8 responses in mini-batches of 4, two stages
+        assert steps[0]["updated_share"] == pytest.approx(1, abs=1e-6)
+        config = json.loads((folder / "config.json").read_text())
+        assert config["alpha"] == 0.3 and config["method"] == "GRPO + AR (α=0.3) + Lopti (η=0.5)"
+        sample = read_jsonl(folder / "samples.jsonl")[0]
+        assert {"step", "prompt", "response", "solution", "reward", "truncated"} <= set(sample)
+        assert sample["prompt"].endswith("<think>")
+        assert [row["step"] for row in read_jsonl(folder / "evaluations.jsonl")] == [0, 2]
+    for _, output, _ in results:
+        assert "greedy before" in output and "greedy after" in output and "people" in output
+
+
+def test_final_loads_and_has_changed(two_runs):
+    folders, _ = two_runs
+    trained = AutoModelForCausalLM.from_pretrained(folders[0] / "final")
+    start = AutoModelForCausalLM.from_pretrained(TINY)
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), start.parameters()))
+    assert AutoTokenizer.from_pretrained(folders[0] / "final").decode([9]) == AutoTokenizer.from_pretrained(TINY).decode([9])
+
+
+def test_same_command_same_metrics(two_runs):
+    folders, _ = two_runs
+
+    def lasting(row):
+        return {key: value for key, value in row.items() if not key.startswith(("seconds", "tokens_per_second", "peak_memory"))}
+
+    first, second = ([lasting(row) for row in read_jsonl(folder / "metrics.jsonl")] for folder in folders)
+    assert first == second
+    assert (folders[0] / "samples.jsonl").read_text() == (folders[1] / "samples.jsonl").read_text()
+    weights = [AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in folders]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_first_step_has_ratio_one_and_reference_stays(tmp_path):
+    """One mini-batch a step: π_θ is still π_old when the loss is taken, and at step 1 it is π_ref as well."""
+    code, _, error = run_lopti(*SMALL, "--mini-batch-size", 0, "--name", "plain", output=tmp_path)
+    assert code == 0, error
+    first, second = read_jsonl(tmp_path / "plain" / "metrics.jsonl")
+    for row in (first, second):
+        assert row["ratio_mean"] == pytest.approx(1, abs=1e-4) and row["clip_ratio/high_mean"] == 0
+        assert row["optimizer_steps"] == 1
+    assert abs(first["kl"]) < 1e-6 and second["kl"] > 1e-6
+    code, _, error = run_lopti(*SMALL, "--name", "plain", output=tmp_path)
+    assert code == 2 and "is there already" in error and len(error.strip().splitlines()) == 1
+
+
+def test_eval_only_shows_responses(tmp_path):
+    code, output, error = run_lopti("--eval-only", "--show", 2, "--eval-size", 2, "--eval-samples", 1, "--max-new-tokens", 24, output=tmp_path)
+    assert code == 0, error
+    assert output.count("solution: (1)") == 2 and output.count("[greedy, reward ") == 2 and output.count("[sample 1, reward ") == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_math_task_runs(tmp_path):
+    code, output, error = run_lopti("--task", "math", "--eta", 0.5, *SMALL, output=tmp_path)
+    assert code == 0, error
+    assert "level" in output and "greedy after" in output
+
+
+def test_training_raises_the_reward(monkeypatch, tokenizer, tmp_path):
+    """A reward for saying 'knight' early must teach a random policy to say it: signs and masks are right end to end."""
+
+    def says_knight(completions, **columns):
+        return [float(" ".join(text.split()[:4]).count("knight")) for text in completions]
+
+    task = lopti.TASKS["kk"]
+    monkeypatch.setitem(lopti.TASKS, "kk", lopti.Task(**{**task.__dict__, "reward": says_knight}))
+    rows = [{"prompt": "Lily", "question": "q", "solution": "", "difficulty": "2"}]
+    for eta in (0.0, 0.5):
+        torch.manual_seed(0)
+        model = random_model(hidden_size=16)
+        args = Arguments(eta=eta, alpha=0.3, steps=15, prompts_per_step=1, group_size=64, mini_batch_size=32, max_new_tokens=4, learning_rate=1e-2,
+                         kl_coef=0.0, output=str(tmp_path), quiet=True)  # fmt: skip
+        run = lopti.Run(args)
+        lopti.train(model, None, tokenizer, torch.optim.AdamW(model.parameters(), lr=args.learning_rate), rows, rows, run, args)
+        rewards = [row["reward"] for row in read_jsonl(run.folder / "metrics.jsonl")]
+        assert rewards[-1] > rewards[0] + 0.5, (eta, rewards)
+
+
+# ---------------------------------------------------------------------------------------------- documentation
+
+
+@pytest.mark.parametrize("module", [lopti, rewards])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(module)
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_readme_names_only_flags_and_functions_that_exist():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    known = {"--" + name.replace("_", "-") for name in Arguments.__dataclass_fields__} | {"--preset", "--help"}
+    for command in re.findall(r"python lopti\.py[^\n`]*", text):
+        for flag in re.findall(r"--[a-z][a-z-]*", command):
+            assert flag in known, command
+    for name in re.findall(r"`([a-z_]+)\(", text):
+        assert hasattr(lopti, name) or hasattr(rewards, name), name
