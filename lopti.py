@@ -23,10 +23,12 @@ import math
 import random
 import sys
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -52,23 +54,22 @@ class Rollout:
     mask: torch.Tensor  # (B, T) True up to and including the end-of-sequence token
     truncated: torch.Tensor  # (B,) True where the length limit came before an end-of-sequence token
     texts: list  # B strings: the responses without padding and end of sequence, tags and all
+    old_logprobs: torch.Tensor = None  # (B, T) log π_old, of the policy that sampled; 0 on padding
+    ref_logprobs: torch.Tensor = None  # (B, T) log π_ref, of the policy before training; None where β = 0
+    advantages: torch.Tensor = None  # (B, T) Â
 
     def lengths(self):
         """(B,) how many tokens of prompt and response each row holds."""
         return self.prompt_mask.sum(1) + self.mask.sum(1)
 
     def part(self, rows):
-        """Some rows, with the padding that all of them have cut away."""
-        prompt_length = int(self.prompt_mask[rows].sum(1).max())
-        response_length = int(self.mask[rows].sum(1).max())
-        return Rollout(
-            self.prompt_ids[rows, -prompt_length:],
-            self.prompt_mask[rows, -prompt_length:],
-            self.response_ids[rows, :response_length],
-            self.mask[rows, :response_length],
-            self.truncated[rows],
-            [self.texts[row] for row in rows],
-        )
+        """Some rows, with the padding that all of them share cut away."""
+        prompt = slice(self.prompt_ids.shape[1] - int(self.prompt_mask[rows].sum(1).max()), None)
+        response = slice(0, int(self.mask[rows].sum(1).max()))
+        per_token = (self.response_ids, self.mask, self.old_logprobs, self.ref_logprobs, self.advantages)
+        response_ids, mask, *rest = (None if values is None else values[rows, response] for values in per_token)
+        prompt_ids, prompt_mask = self.prompt_ids[rows, prompt], self.prompt_mask[rows, prompt]
+        return Rollout(prompt_ids, prompt_mask, response_ids, mask, self.truncated[rows], [self.texts[row] for row in rows], *rest)
 
 
 def end_token_ids(model, tokenizer):
@@ -81,17 +82,20 @@ def end_token_ids(model, tokenizer):
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, *, group_size, max_new_tokens, temperature, batch_size=0):
+def sample(model, tokenizer, prompts, *, group_size, max_new_tokens, temperature, min_p=0.0, batch_size=0):
     """Sample `group_size` responses to each prompt text with HF `generate`; temperature 0 means greedy decoding.
 
-    Returns a Rollout whose rows g·G … g·G+G-1 answer prompt g. `batch_size` > 0 samples so many rows at a time.
+    `min_p` > 0 samples from the safe vocabulary of `safe_vocabulary` only. Returns a Rollout whose rows
+    g·G … g·G+G-1 answer prompt g. `batch_size` > 0 samples so many rows at a time.
     """
     if tokenizer.pad_token_id is None:
         raise ValueError("the tokenizer needs a pad token; set tokenizer.pad_token = tokenizer.eos_token")
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here, and the model's own generation settings are put aside while we sample: Qwen ships
     # top_k 20, top_p 0.8 and a repetition penalty, and with those the samples would not come from the π we score.
-    settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    settings = {"do_sample": False}
+    if temperature:
+        settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": min_p or None}
     settings = GenerationConfig(
         **settings, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
         eos_token_id=end_ids, pad_token_id=pad_id, use_cache=True,
@@ -139,11 +143,19 @@ def strip_end(ids, end_ids):
 # ======================================================================================================
 
 
-def token_logprobs(model, rollout, temperature):
-    """log π(o_t | q, o_<t) = log_softmax(logits / temperature) at the sampled token.
+class TokenScores(NamedTuple):
+    """What a policy says about the tokens of a rollout, each (B, T) and 0 or False outside the response."""
 
-    Returns logprobs and entropies (in nats), both (B, T) float32 and 0 outside the response. The temperature is
-    the one of sampling, because the π of Eqs. 1 and 4 is the distribution that the tokens were drawn from.
+    logprobs: torch.Tensor  # log π(o_t | q, o_<t), float32
+    entropies: torch.Tensor  # H of π(· | q, o_<t) in nats, without a gradient; None where not asked for
+    safe: torch.Tensor  # True where the token is in the safe vocabulary; everywhere with min_p = 0
+
+
+def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True):
+    """log π(o_t | q, o_<t) = log_softmax(logits / temperature) at the sampled token; returns TokenScores.
+
+    The temperature is the one of sampling, because the π of Eqs. 1 and 4 is the distribution that the tokens were
+    drawn from. With `min_p` > 0 the softmax goes over the safe vocabulary only.
     """
     input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)  # (B, P+T)
     attention_mask = torch.cat([rollout.prompt_mask, rollout.mask], dim=1).long()  # (B, P+T)
@@ -154,11 +166,35 @@ def token_logprobs(model, rollout, temperature):
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, logits_to_keep=kept, use_cache=False
         ).logits  # (B, T+1, V)
     logits = logits[:, :-1].float() / temperature  # (B, T, V): the logits at position t speak about token t+1
-    log_normalizer = logits.logsumexp(-1)  # (B, T)
-    logprobs = logits.gather(-1, rollout.response_ids[..., None]).squeeze(-1) - log_normalizer  # (B, T)
-    with torch.no_grad():  # H = log Z - E[logit]
-        entropies = log_normalizer - (logits.softmax(-1) * logits).sum(-1)  # (B, T)
-    return logprobs.masked_fill(~rollout.mask, 0.0), entropies.masked_fill(~rollout.mask, 0.0)
+    ids, safe = rollout.response_ids[..., None], rollout.mask  # (B, T, 1), (B, T)
+    if min_p:
+        in_vocabulary = safe_vocabulary(logits, min_p)  # (B, T, V)
+        safe = safe & in_vocabulary.gather(-1, ids).squeeze(-1)
+        logits = logits.masked_fill(~in_vocabulary, torch.finfo(logits.dtype).min)  # probability 0
+    logprobs = (logits.gather(-1, ids).squeeze(-1) - logits.logsumexp(-1)).masked_fill(~safe, 0.0)  # (B, T)
+    entropies = entropy(logits.detach()).masked_fill(~rollout.mask, 0.0) if with_entropy else None
+    return TokenScores(logprobs, entropies, safe)
+
+
+def entropy(logits):
+    """H = log Z - Σ π·logit in nats: (..., V) → (...). In chunks of positions, so that no second copy of the logits is made.
+
+    >>> entropy(torch.zeros(1, 4))  # log 4
+    tensor([1.3863])
+    """
+    positions = logits.reshape(-1, logits.shape[-1])
+    chunks = positions.split(max(1, 2**22 // logits.shape[-1]))
+    found = [chunk.logsumexp(-1) - (chunk.softmax(-1) * chunk).sum(-1) for chunk in chunks]
+    return torch.cat(found).view(logits.shape[:-1])
+
+
+def safe_vocabulary(logits, min_p):
+    """V_safe = {a : π(a) ≥ ρ·max_b π(b)} with ρ = min_p, as a mask: (..., V) → (..., V).
+
+    Dynamic vocabulary pruning (arXiv 2512.23087). Only its abstract was at hand: min-p, and ρ = e^-13 = 2.3e-6, are
+    our reading of it. Sampling uses HF's own min_p, the same rule on the same tempered logits.
+    """
+    return logits >= logits.max(-1, keepdim=True).values + math.log(min_p)
 
 
 def micro_batches(rows, lengths, size):
@@ -168,14 +204,15 @@ def micro_batches(rows, lengths, size):
 
 
 @torch.no_grad()
-def score(model, rollout, temperature, micro_batch_size):
-    """token_logprobs of a whole rollout, a micro-batch at a time, without gradients: two (B, T) tensors."""
-    logprobs, entropies = torch.zeros_like(rollout.mask, dtype=torch.float32), torch.zeros_like(rollout.mask, dtype=torch.float32)
+def score(model, rollout, temperature, micro_batch_size, min_p=0.0):
+    """token_logprobs of a whole rollout, a micro-batch at a time and without gradients."""
+    logprobs = torch.zeros(rollout.mask.shape, device=rollout.mask.device)  # (B, T)
+    scores = TokenScores(logprobs, logprobs.clone(), torch.zeros_like(rollout.mask))
     for rows in micro_batches(range(len(rollout.mask)), rollout.lengths(), micro_batch_size):
         part = rollout.part(rows)
-        width = part.mask.shape[1]
-        logprobs[rows, :width], entropies[rows, :width] = token_logprobs(model, part, temperature)
-    return logprobs, entropies
+        for whole, found in zip(scores, token_logprobs(model, part, temperature, min_p)):
+            whole[rows, : part.mask.shape[1]] = found
+    return scores
 
 
 # ======================================================================================================
@@ -198,6 +235,22 @@ def group_advantages(rewards, group_size):
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return advantages.masked_fill(all_equal, 0.0).view(-1)
+
+
+def reinforce_pp_advantages(rewards, mask):
+    """REINFORCE++: each token gets its response's reward, whitened over all response tokens. (B,), (B, T) → (B, T)
+
+    Â = (R - mean)/sqrt(var + 1e-8), mean and unbiased variance over the tokens in `mask`, so that long responses
+    count for more; no group, no discount. Exactly 0 where all rewards are equal, and outside the mask.
+
+    >>> reinforce_pp_advantages(torch.tensor([1., 0.]), torch.tensor([[True, True], [True, False]]))
+    tensor([[ 0.5774,  0.5774],
+            [-1.1547, -0.0000]])
+    """
+    values = rewards[:, None].expand(mask.shape)[mask]  # (number of response tokens,)
+    if (values == values[0]).all():
+        return torch.zeros_like(rewards)[:, None] * mask
+    return (rewards[:, None] - values.mean()) / (values.var() + 1e-8).sqrt() * mask
 
 
 def reweight_advantages(advantages, old_logprobs, alpha):
@@ -342,47 +395,102 @@ def logit_gradient_bounds(probabilities, vocabulary_size):
 
 
 # ======================================================================================================
-# 6. The update: mini-batches (one optimizer step each) of micro-batches (as many as memory asks for)
+# 6. The later treatments: which tokens of a mini-batch to keep, by the policy as it is now
 # ======================================================================================================
 
 
-def update(policy, optimizer, rollout, advantages, old_logprobs, ref_logprobs, update_mask, args):
-    """One pass over the rollout batch that updates the tokens in `update_mask` (B, T): GRPO's, or a stage of Lopti.
+def stapo_mask(logprobs, entropies, advantages, mask, tau_p=0.002, quantile=0.75):
+    """STAPO (arXiv 2602.15620): the tokens to keep, all but the spurious ones. All tensors are (B, T).
 
-    Each mini-batch is one optimizer step; its loss is divided once, by its number of response tokens, however it
-    is cut into micro-batches. A mini-batch without a token to update is skipped: Adam would move the weights even
-    at a gradient of 0. Returns the means of policy_loss's statistics and of the gradient norm before its clip.
+    Spurious is a token with Â > 0, π < τ_p and H < τ_h: rewarded, unlikely, and where the policy was sure of
+    something else. τ_h is the `quantile` of H among the tokens with π < τ_p and Â > 0.
     """
-    totals, steps = {}, 0
-    for mini_batch in torch.arange(len(rollout.mask)).split(args.mini_batch_size or len(rollout.mask)):
-        normalizer = rollout.mask[mini_batch].sum()
-        rows_to_update = [row for row in mini_batch.tolist() if update_mask[row].any()]
-        if not rows_to_update:
+    candidates = mask & (advantages > 0) & (logprobs.exp() < tau_p)
+    if not candidates.any():
+        return mask
+    tau_h = entropies[candidates].quantile(quantile)
+    return mask & ~(candidates & (entropies < tau_h))
+
+
+def entropy_mask(entropies, mask, rho, lowest=False):
+    """80/20 (arXiv 2506.01939): keep the share ρ of the response tokens with the highest entropy. (B, T) → (B, T)
+
+    `lowest` keeps the share ρ with the lowest instead, for the paper's ablation: with 0.8 exactly the tokens that
+    0.2 leaves out.
+
+    >>> entropy_mask(torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]]), torch.ones(1, 5, dtype=torch.bool), rho=0.2)
+    tensor([[False,  True, False, False, False]])
+    """
+    values = entropies[mask].sort(descending=True).values
+    count = len(values) - round(rho * len(values)) if lowest else round(rho * len(values))  # how many are on top
+    threshold = values[count - 1] if count else math.inf
+    return mask & ((entropies < threshold) if lowest else (entropies >= threshold))
+
+
+def tokens_to_keep(policy, batch, args):
+    """The tokens (B, T) of a mini-batch that STAPO and 80/20 leave to the update; all of them where both are off.
+
+    They go by the current policy, and their quantiles by the whole mini-batch: hence a forward pass of its own,
+    without which the result would depend on the micro-batch size.
+    """
+    if not (args.stapo or args.top_entropy or args.bottom_entropy):
+        return batch.mask
+    now = score(policy, batch, args.temperature, args.micro_batch_size, args.min_p)
+    kept = batch.mask
+    if args.stapo:
+        kept = kept & stapo_mask(now.logprobs, now.entropies, batch.advantages, batch.mask, args.stapo_tau, args.stapo_quantile)
+    if args.top_entropy:
+        kept = kept & entropy_mask(now.entropies, batch.mask, args.top_entropy)
+    if args.bottom_entropy:
+        kept = kept & entropy_mask(now.entropies, batch.mask, args.bottom_entropy, lowest=True)
+    return kept
+
+
+# ======================================================================================================
+# 7. The update: mini-batches (one optimizer step each) of micro-batches (as many as memory asks for)
+# ======================================================================================================
+
+
+def update(policy, optimizer, rollout, tokens, args):
+    """One pass over the rollout batch that updates `tokens` (B, T): all of them in GRPO, a group in a stage of Lopti.
+
+    Each mini-batch is one optimizer step; its loss is divided once, by the number of its response tokens (those that
+    STAPO or 80/20 keep), of both groups, however it is cut into micro-batches. A mini-batch without a token to
+    update is skipped: Adam would move the weights even at a gradient of 0. Returns the sums over the mini-batches of
+    policy_loss's statistics and of the gradient norm before its clip, and how many steps were taken and skipped.
+    """
+    totals = Counter(optimizer_steps=0, skipped_steps=0)
+    for rows in torch.arange(len(rollout.mask)).split(args.mini_batch_size or len(rollout.mask)):
+        batch = rollout.part(rows.tolist())
+        kept = tokens_to_keep(policy, batch, args)  # (rows, width)
+        to_update = tokens[rows, : batch.mask.shape[1]] & kept
+        totals["masked_tokens"] += int((batch.mask & ~kept).sum())
+        if not to_update.any():
+            totals["skipped_steps"] += 1
             continue
-        for rows in micro_batches(rows_to_update, rollout.lengths(), args.micro_batch_size):
-            part = rollout.part(rows)
-            width = part.mask.shape[1]
-            logprobs, _ = token_logprobs(policy, part, args.temperature)
+        busy = [row for row in range(len(rows)) if to_update[row].any()]
+        for micro in micro_batches(busy, batch.lengths(), args.micro_batch_size):
+            part = batch.part(micro)
+            scores = token_logprobs(policy, part, args.temperature, args.min_p, with_entropy=False)
             loss, stats = policy_loss(
-                logprobs, old_logprobs[rows, :width], advantages[rows, :width], part.mask,
-                update_mask=update_mask[rows, :width],
-                ref_logprobs=None if ref_logprobs is None else ref_logprobs[rows, :width],
+                scores.logprobs, part.old_logprobs, part.advantages, part.mask,
+                update_mask=to_update[micro, : part.mask.shape[1]] & scores.safe,
+                ref_logprobs=part.ref_logprobs,
                 clip_low=args.clip_low, clip_high=args.clip_high, clip_dual=args.clip_dual,
-                kl_coef=args.kl_coef, normalizer=normalizer,
+                kl_coef=args.kl_coef, normalizer=kept.sum(),
             )  # fmt: skip
             loss.backward()
-            for name, value in stats.items():
-                totals[name] = totals.get(name, 0.0) + value
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-        totals["grad_norm"] = totals.get("grad_norm", 0.0) + float(grad_norm)
+            totals.update(stats)
+            totals["unsafe_tokens"] += int((part.mask & ~scores.safe).sum())
+        totals["grad_norm"] += float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
         optimizer.step()
         optimizer.zero_grad()
-        steps += 1
-    return {name: value / steps for name, value in totals.items()} | {"optimizer_steps": steps}
+        totals["optimizer_steps"] += 1
+    return dict(totals)
 
 
 # ======================================================================================================
-# 7. The algorithm
+# 8. The algorithm
 # ======================================================================================================
 
 
@@ -397,7 +505,8 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         with clock("sampling"):  # o ~ π_old
             rollout = sample(
                 policy, tokenizer, [row["prompt"] for row in batch[:: args.group_size]], group_size=args.group_size,
-                max_new_tokens=args.max_new_tokens, temperature=args.temperature, batch_size=args.sample_batch_size,
+                max_new_tokens=args.max_new_tokens, temperature=args.temperature, min_p=args.min_p,
+                batch_size=args.sample_batch_size,
             )  # fmt: skip
         with clock("rewarding"):  # R
             rewards = reward_function(
@@ -405,23 +514,25 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
             )
             rewards = torch.tensor(rewards, device=rollout.mask.device)  # (B,)
         with clock("scoring"):  # log π_old and log π_ref, before the first update
-            old_logprobs, entropies = score(policy, rollout, args.temperature, args.micro_batch_size)  # (B, T)
-            ref_logprobs = None
+            old = score(policy, rollout, args.temperature, args.micro_batch_size, args.min_p)
+            rollout.old_logprobs = old.logprobs  # (B, T)
             if reference is not None:
-                ref_logprobs, _ = score(reference, rollout, args.temperature, args.micro_batch_size)  # (B, T)
+                rollout.ref_logprobs = score(reference, rollout, args.temperature, args.micro_batch_size, args.min_p).logprobs
         with clock("updating"):
-            advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask  # (B, T)
-            advantages = reweight_advantages(advantages, old_logprobs, args.alpha)  # Eq. 4
-            low, high = split_tokens(old_logprobs, rollout.mask, args.eta)
+            if args.advantage == "grpo":
+                advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask  # (B, T)
+            else:
+                advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, T)
+            rollout.advantages = reweight_advantages(advantages, rollout.old_logprobs, args.alpha)  # Eq. 4
+            low, high = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
             stages = update_stages(
                 low, high, rollout.mask, eta=args.eta, order=args.order, update_only=args.update_only, passes=args.passes
             )
-            stats = [
-                (name, update(policy, optimizer, rollout, advantages, old_logprobs, ref_logprobs, tokens, args))
-                for name, tokens in stages
-            ]
-        metrics = step_metrics(step, rollout, rewards, old_logprobs, entropies, stats, clock, args)
+            stats = [(name, update(policy, optimizer, rollout, tokens & old.safe, args)) for name, tokens in stages]
+        metrics = step_metrics(step, rollout, rewards, old.entropies, stats, clock, args)
         run.write_step(metrics, batch, rollout, rewards)
+        if metrics["skipped_steps"]:
+            progress.write(f"step {step}: {metrics['skipped_steps']} mini-batches skipped, for they held no token to update")
         progress.set_postfix(reward=f"{metrics['reward']:.2f}", accuracy=f"{metrics['accuracy']:.2f}", length=f"{metrics['completions/mean_length']:.0f}")
         if args.eval_every and step % args.eval_every == 0 and step < args.steps:
             run.write_evaluation(step, evaluate(policy, tokenizer, eval_rows, args)[0])
@@ -502,11 +613,18 @@ def option(default, group, text, **more):
 class Arguments:
     """Every setting of a run. The defaults are the preset `tiny`; PRESETS holds what the others change."""
 
+    advantage: str = option("grpo", "method", "grpo: relative to the group; reinforce++: whitened over the batch", choices=("grpo", "reinforce++"))
     alpha: float = option(0.0, "method", "α of Advantage Reweighting, Eq. 4, from 0 (off) to 1; the paper uses 0.3 on K&K")
     eta: float = option(0.0, "method", "η of Lopti, from 0 (off: plain GRPO) to 1: tokens with π < η are updated first; the paper uses 0.5")
     order: str = option("low-high", "method", "which group Lopti updates first (Fig. 6b)", choices=("low-high", "high-low"))
     update_only: str = option(None, "method", "update one of Lopti's two groups alone (Figs. 1 and 6a)", choices=("low", "high"))
     passes: int = option(1, "method", "how often the update goes over a rollout batch")
+    stapo: bool = option(False, "method", "silence STAPO's spurious tokens: Â > 0, π < τ_p, low entropy")
+    stapo_tau: float = option(0.002, "method", "τ_p of STAPO")
+    stapo_quantile: float = option(0.75, "method", "STAPO's τ_h is this quantile of the entropies of its candidates")
+    top_entropy: float = option(0.0, "method", "ρ of 80/20: train on this share of tokens, those of highest entropy; the paper uses 0.2; 0 is off")
+    bottom_entropy: float = option(0.0, "method", "train on this share of tokens, those of lowest entropy (80/20's ablation: 0.8); 0 is off")
+    min_p: float = option(0.0, "method", "ρ of the safe vocabulary, in sampling and in log-probabilities: tokens with π < ρ·max π are cut off; our reading of the paper is e^-13 = 2.3e-6; 0 is off")
     clip_low: float = option(0.2, "method", "ε_l: the ratio is clipped below at 1-ε_l")
     clip_high: float = option(0.24, "method", "ε_h: the ratio is clipped above at 1+ε_h")
     clip_dual: float = option(10.0, "method", "c of the dual clip: where Â < 0 the loss of a token is at most -c·Â")
@@ -610,7 +728,12 @@ def check_arguments(args):
     for name in ("alpha", "eta"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name} must lie between 0 and 1, not {getattr(args, name)}")
-    if args.group_size < 2:
+    for name in ("top_entropy", "bottom_entropy", "stapo_tau", "stapo_quantile", "min_p"):
+        if not 0 <= getattr(args, name) <= 1:
+            raise UserError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {getattr(args, name)}")
+    if args.top_entropy and args.bottom_entropy:
+        raise UserError("--top-entropy and --bottom-entropy exclude each other")
+    if args.group_size < (2 if args.advantage == "grpo" else 1):
         raise UserError(f"--group-size must be at least 2, not {args.group_size}: GRPO compares the responses to one prompt with each other")
     for name in ("temperature", "eval_temperature", "learning_rate", "clip_dual", "max_grad_norm"):
         if not getattr(args, name) > 0:
@@ -630,13 +753,17 @@ def check_arguments(args):
 
 def method_name(args):
     """'GRPO', 'GRPO + AR (α=0.3)', 'GRPO + AR (α=0.3) + Lopti (η=0.5)' and so on."""
-    name = "GRPO"
+    name = {"grpo": "GRPO", "reinforce++": "REINFORCE++"}[args.advantage]
     if args.alpha:
         name += f" + AR (α={args.alpha:g})"
     if args.update_only:
         name += f", {args.update_only}-probability tokens only (η={args.eta:g})"
     elif args.eta:
         name += f" + {'Lopti' if args.order == 'low-high' else 'reversed Lopti'} (η={args.eta:g})"
+    name += " + STAPO" if args.stapo else ""
+    name += f" + 80/20 (ρ={args.top_entropy:g})" if args.top_entropy else ""
+    name += f", lowest-entropy {args.bottom_entropy:.0%} of tokens only" if args.bottom_entropy else ""
+    name += f" + min-p (ρ={args.min_p:g})" if args.min_p else ""
     return name + (f", {args.passes} passes" if args.passes > 1 else "")
 
 
@@ -769,7 +896,7 @@ def evaluate(policy, tokenizer, rows, args):
                 chunk = rows[start : start + rollouts]
                 rollout = sample(
                     policy, tokenizer, [row["prompt"] for row in chunk], group_size=group_size,
-                    max_new_tokens=args.max_new_tokens, temperature=temperature,
+                    max_new_tokens=args.max_new_tokens, temperature=temperature, min_p=args.min_p,
                 )  # fmt: skip
                 repeated = [row for row in chunk for _ in range(group_size)]
                 rewards = task.reward(
@@ -836,10 +963,11 @@ def peak_memory_gib():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
 
 
-def step_metrics(step, rollout, rewards, old_logprobs, entropies, stats, clock, args):
+def step_metrics(step, rollout, rewards, entropies, stats, clock, args):
     """One line of metrics.jsonl, with TRL's names where TRL has one."""
     tokens, lengths = int(rollout.mask.sum()), rollout.mask.sum(1).float()
-    deviations = rewards.view(-1, args.group_size).std(1)
+    groups = rewards.view(-1, args.group_size)
+    deviations = groups.std(1) if args.group_size > 1 else torch.zeros(len(groups))
     metrics = {
         "step": step,
         "reward": rewards.mean().item(),
@@ -851,16 +979,19 @@ def step_metrics(step, rollout, rewards, old_logprobs, entropies, stats, clock, 
         "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": rollout.truncated.float().mean().item(),
         "entropy": entropies.sum().item() / tokens,
-        "low_probability_share": split_tokens(old_logprobs, rollout.mask, args.eta or 0.5)[0].sum().item() / tokens,
+        "low_probability_share": split_tokens(rollout.old_logprobs, rollout.mask, args.eta or 0.5)[0].sum().item() / tokens,
     }
-    for name, stage in stats:  # the two groups of Lopti add up; passes over the same group are averaged
-        for key, value in stage.items():
-            if key == "grad_norm":
-                metrics[f"grad_norm/{name}"] = metrics.get(f"grad_norm/{name}", 0.0) + value / args.passes
-            elif key == "optimizer_steps":
-                metrics[key] = metrics.get(key, 0) + value
-            else:
-                metrics[key] = metrics.get(key, 0.0) + value / args.passes
+    steps = Counter()
+    for name, stage in stats:
+        steps[name] += stage["optimizer_steps"]
+    for name, stage in stats:  # means over the mini-batches of a group; the two groups of Lopti add up
+        for key in ("policy_loss", "kl", "ratio_mean", "updated_share", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/dual_mean"):
+            metrics[key] = metrics.get(key, 0.0) + stage.get(key, 0.0) / max(1, steps[name])
+        key = f"grad_norm/{name}"
+        metrics[key] = metrics.get(key, 0.0) + stage.get("grad_norm", 0.0) / max(1, steps[name])
+        for key in ("optimizer_steps", "skipped_steps", "masked_tokens", "unsafe_tokens"):
+            metrics[key] = metrics.get(key, 0) + stage.get(key, 0)
+    metrics["masked_share"] = metrics["masked_tokens"] / (len(stats) * tokens)
     for phase, seconds in clock.seconds.items():
         metrics[f"seconds/{phase}"] = round(seconds, 4)
         metrics[f"tokens_per_second/{phase}"] = round(tokens / seconds, 1) if seconds else None

@@ -90,14 +90,15 @@ def random_rollout(model, seed=0, batch=12, prompt=7, response=9):
     )
 
 
-def random_batch(model, seed=0, group_size=4):
-    """(rollout, old_logprobs, ref_logprobs, advantages): what one training step hands to `update`."""
+def random_batch(model, seed=0, group_size=4, min_p=0.0):
+    """A rollout with log-probabilities and advantages: what one training step hands to `update`."""
     rollout = random_rollout(model, seed)
-    old_logprobs, _ = lopti.score(model, rollout, 1.0, 5)
+    rollout.old_logprobs = lopti.score(model, rollout, 1.0, 5, min_p).logprobs
     rewards = torch.randn(len(rollout.mask), generator=torch.Generator().manual_seed(seed))
-    advantages = lopti.group_advantages(rewards, group_size)[:, None] * rollout.mask
-    noise = torch.randn(old_logprobs.shape, generator=torch.Generator().manual_seed(seed + 1)) * 0.3
-    return rollout, old_logprobs, (old_logprobs + noise) * rollout.mask, advantages
+    rollout.advantages = lopti.group_advantages(rewards, group_size)[:, None] * rollout.mask
+    noise = torch.randn(rollout.mask.shape, generator=torch.Generator().manual_seed(seed + 1)) * 0.3
+    rollout.ref_logprobs = (rollout.old_logprobs + noise) * rollout.mask
+    return rollout
 
 
 def run_lopti(*flags, output=None):
@@ -182,25 +183,27 @@ PUBLISHED_NAMES = {"old": "old_logprob", "new": "new_logprob", "ref": "ref_logpr
 
 def check_golden_case(case, names, advantages, reweighted, low_mask):
     """Advantages, split, loss, statistics and gradients of lopti.py against the numbers of one golden case, to 1e-9."""
-
-    def tensor(key):
-        return torch.tensor(case[key], dtype=torch.float64)
-
-    old_logprobs, ref_logprobs = tensor(names["old"]), tensor(names["ref"])
+    old_logprobs = tensor_of(case[names["old"]])
     mask = torch.arange(old_logprobs.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
-    found = lopti.group_advantages(tensor("rewards"), case["group_size"])
+    found = lopti.group_advantages(tensor_of(case["rewards"]), case["group_size"])
     assert torch.allclose(found, advantages, atol=1e-9, rtol=0)
     found = lopti.reweight_advantages(found[:, None] * mask, old_logprobs, case["alpha"])
     assert torch.allclose(found, reweighted, atol=1e-9, rtol=0)
+    assert torch.equal(lopti.split_tokens(old_logprobs, mask, case["eta"])[0], low_mask & mask)
+    check_updates(case, names, found, mask)
+
+
+def check_updates(case, names, advantages, mask):
+    """Loss, statistics and gradient of the plain update and of both stages, to 1e-9."""
+    old_logprobs, new_logprobs, ref_logprobs = (tensor_of(case[names[key]]) for key in ("old", "new", "ref"))
     low, high = lopti.split_tokens(old_logprobs, mask, case["eta"])
-    assert torch.equal(low, low_mask & mask)
     settings = {name: case[name] for name in ("clip_low", "clip_high", "clip_dual", "kl_coef")}
-    weight = lopti.gradient_weight(tensor(names["new"]), old_logprobs, found, ref_logprobs=ref_logprobs, **settings)
+    weight = lopti.gradient_weight(new_logprobs, old_logprobs, advantages, ref_logprobs=ref_logprobs, **settings)
     for update, update_mask in (("joint", None), ("low", low), ("high", high)):
         expected = case[names[update]]
-        logprobs = tensor(names["new"]).requires_grad_()
+        logprobs = new_logprobs.clone().requires_grad_()
         loss, stats = lopti.policy_loss(
-            logprobs, old_logprobs, found, mask, update_mask=update_mask, ref_logprobs=ref_logprobs, **settings
+            logprobs, old_logprobs, advantages, mask, update_mask=update_mask, ref_logprobs=ref_logprobs, **settings
         )
         loss.backward()
         assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
@@ -223,7 +226,8 @@ def tensor_of(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-OUR_CASES = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))["cases"]
+GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
+OUR_CASES = GOLDEN["cases"]
 
 
 @pytest.mark.parametrize("number", range(len(OUR_CASES)))
@@ -237,6 +241,9 @@ def test_golden_file_is_what_its_script_writes():
     assert len(OUR_CASES) >= 20
     for case in OUR_CASES:
         assert golden.solve({key: case[key] for key in case if key not in ("advantages", "reweighted_advantages", "low")}) == case
+    for case in GOLDEN["treatments"]:
+        assert golden.solve_treatments(case) == case
+    assert any(not all(map(all, case["safe"])) for case in GOLDEN["treatments"])
     for name in ("low", "high", "dual"):
         assert any(case["joint"][f"clip_{name}_share"] > 0 for case in OUR_CASES)
 
@@ -353,7 +360,8 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, gpt2):
     """Padded, batched and micro-batched, against each response alone, token by token, without any padding."""
     model = gpt2 if name == "gpt2" else random_model()
     rollout = random_rollout(model)
-    logprobs, entropies = lopti.score(model, rollout, temperature, 5)
+    logprobs, entropies, safe = lopti.score(model, rollout, temperature, 5)
+    assert torch.equal(safe, rollout.mask)
     assert logprobs.dtype == torch.float32
     assert (logprobs[~rollout.mask] == 0).all() and (entropies[~rollout.mask] == 0).all()
     for i in range(len(rollout.mask)):
@@ -412,7 +420,7 @@ def test_samples_come_from_the_scored_distribution(tokenizer):
     counts = torch.bincount(rollout.response_ids[:, 0], minlength=171).double()
     probe = rollout.part([0] * 171)
     probe.response_ids = torch.arange(171)[:, None]
-    probabilities = lopti.token_logprobs(model, probe, temperature)[0][:, 0].double().exp()
+    probabilities = lopti.token_logprobs(model, probe, temperature).logprobs[:, 0].double().exp()
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-4)
     common = probabilities > 0.002
     expected = 4000 * probabilities[common]
@@ -474,25 +482,34 @@ def test_prompt_batches_in_parts(tokenizer):
 ETA = 0.003  # near the median π of random ids under the random model, so that both groups have members
 
 
-def gradient_of_update(micro_batch_size, mini_batch_size=0, update_mask=None):
-    """The gradient of one optimizer step (SGD, learning rate 1: the weights move by it)."""
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def low_tokens(rollout):
+    return lopti.split_tokens(rollout.old_logprobs, rollout.mask, ETA)[0]
+
+
+def high_tokens(rollout):
+    return lopti.split_tokens(rollout.old_logprobs, rollout.mask, ETA)[1]
+
+
+def gradient_of_update(micro_batch_size=100, tokens=lambda rollout: rollout.mask, **settings):
+    """The gradient of one optimizer step (SGD, learning rate 1: the weights move by it), and the statistics."""
     model = random_model()
-    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    args = Arguments(micro_batch_size=micro_batch_size, mini_batch_size=mini_batch_size, max_grad_norm=1e9, kl_coef=0.1)
-    mask = rollout.mask if update_mask is None else update_mask(old_logprobs, rollout.mask)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    stats = lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, mask, args)
-    return torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters())]), stats
+    rollout, before = random_batch(model, min_p=settings.get("min_p", 0.0)), weights(model)
+    args = Arguments(**{"micro_batch_size": micro_batch_size, "mini_batch_size": 0, "max_grad_norm": 1e9, "kl_coef": 0.1, **settings})
+    stats = lopti.update(model, torch.optim.SGD(model.parameters(), lr=1.0), rollout, tokens(rollout), args)
+    return before - weights(model), stats
 
 
-@pytest.mark.parametrize("eta", [None, ETA])
-def test_gradient_does_not_depend_on_the_micro_batch_size(eta):
-    update_mask = None if eta is None else (lambda old_logprobs, mask: lopti.split_tokens(old_logprobs, mask, eta)[0])
-    whole, whole_stats = gradient_of_update(100, update_mask=update_mask)
+@pytest.mark.parametrize("settings", [{}, {"stapo": True, "stapo_tau": 0.01}, {"top_entropy": 0.2}, {"min_p": 0.3}])
+@pytest.mark.parametrize("tokens", [lambda rollout: rollout.mask, low_tokens], ids=["all", "low"])
+def test_gradient_does_not_depend_on_the_micro_batch_size(tokens, settings):
+    whole, whole_stats = gradient_of_update(100, tokens, **settings)
     assert whole.norm() > 1e-3
     for size in (1, 5):
-        gradient, stats = gradient_of_update(size, update_mask=update_mask)
+        gradient, stats = gradient_of_update(size, tokens, **settings)
         assert (gradient - whole).norm() <= 1e-5 * whole.norm()
         for name in stats:
             assert stats[name] == pytest.approx(whole_stats[name], rel=1e-4, abs=1e-6)
@@ -500,68 +517,252 @@ def test_gradient_does_not_depend_on_the_micro_batch_size(eta):
 
 def test_both_stages_divide_by_all_response_tokens():
     """So the gradients of the two groups, from the same weights, add up to plain GRPO's."""
-    low, _ = gradient_of_update(100, update_mask=lambda old, mask: lopti.split_tokens(old, mask, ETA)[0])
-    high, _ = gradient_of_update(100, update_mask=lambda old, mask: lopti.split_tokens(old, mask, ETA)[1])
-    plain, _ = gradient_of_update(100)
+    low, high, plain = (gradient_of_update(tokens=tokens)[0] for tokens in (low_tokens, high_tokens, lambda rollout: rollout.mask))
     assert min(low.norm(), high.norm()) > 1e-3
     assert torch.allclose(low + high, plain, atol=1e-5)
 
 
-def trained_weights(stages_of, args):
+def trained_weights(args, stages_of=None, optimizer_class=torch.optim.AdamW):
+    """One training step by `args` on a fixed rollout: the weights after it, and the statistics of each stage."""
     model = random_model()
-    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
-    advantages = lopti.reweight_advantages(advantages, old_logprobs, args.alpha)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    low, high = lopti.split_tokens(old_logprobs, rollout.mask, args.eta)
-    assert args.eta < 1e-20 or (low.any() and high.any())
-    stats = [lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, tokens, args)
-             for _, tokens in stages_of(low, high, rollout.mask)]  # fmt: skip
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), stats
+    rollout = random_batch(model)
+    rollout.advantages = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, args.alpha)
+    low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
+    stages = lopti.update_stages(low, high, rollout.mask, eta=args.eta) if stages_of is None else stages_of(low, high, rollout.mask)
+    optimizer = optimizer_class(model.parameters(), lr=1e-3)
+    stats = [lopti.update(model, optimizer, rollout, tokens, args) for _, tokens in stages]
+    return weights(model), stats
 
 
 def test_lopti_with_an_empty_group_is_grpo_to_the_last_bit():
     """η so small that no token is below it: stage 1 takes no optimizer step, stage 2 is plain GRPO."""
-    grpo, _ = trained_weights(lambda low, high, mask: [("all", mask)], Arguments(mini_batch_size=4))
-    args = Arguments(mini_batch_size=4, alpha=0.0, eta=1e-30)
-    lopti_weights, stats = trained_weights(lambda low, high, mask: lopti.update_stages(low, high, mask, eta=args.eta), args)
-    assert torch.equal(grpo, lopti_weights)
-    assert stats[0] == {"optimizer_steps": 0} and stats[1]["optimizer_steps"] == 3
-    other, _ = trained_weights(lambda low, high, mask: lopti.update_stages(low, high, mask, eta=ETA), Arguments(mini_batch_size=4, eta=ETA))
-    assert not torch.equal(grpo, other)
+    grpo, _ = trained_weights(Arguments(mini_batch_size=4), lambda low, high, mask: [("all", mask)])
+    same, stats = trained_weights(Arguments(mini_batch_size=4, alpha=0.0, eta=1e-30))
+    assert torch.equal(grpo, same)
+    assert [stage["optimizer_steps"] for stage in stats] == [0, 3] and [stage["skipped_steps"] for stage in stats] == [3, 0]
+    other, stats = trained_weights(Arguments(mini_batch_size=4, eta=ETA))
+    assert not torch.equal(grpo, other) and [stage["optimizer_steps"] for stage in stats] == [3, 3]
 
 
 def test_a_skipped_mini_batch_leaves_weights_and_moments_alone():
     model = random_model()
-    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
+    rollout, args = random_batch(model), Arguments(mini_batch_size=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    args = Arguments(mini_batch_size=4)
-    lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, rollout.mask, args)  # fills the moments
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    nothing = torch.zeros_like(rollout.mask)
-    assert lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, nothing, args) == {"optimizer_steps": 0}
-    assert all(torch.equal(b, p) for b, p in zip(before, model.parameters()))
+    lopti.update(model, optimizer, rollout, rollout.mask, args)  # fills the moments
+    before, nothing = weights(model), torch.zeros_like(rollout.mask)
+    assert lopti.update(model, optimizer, rollout, nothing, args) == {"optimizer_steps": 0, "skipped_steps": 3, "masked_tokens": 0}
+    assert torch.equal(before, weights(model))
     one_mini_batch = nothing.clone()
     one_mini_batch[:4] = rollout.mask[:4]
-    assert lopti.update(model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, one_mini_batch, args)["optimizer_steps"] == 1
+    assert lopti.update(model, optimizer, rollout, one_mini_batch, args)["optimizer_steps"] == 1
 
 
 def test_second_stage_sees_the_ratio_of_the_first():
     """Same old_logprobs in both stages: the first starts at ratio 1, the second does not."""
-    args = Arguments(mini_batch_size=0, eta=ETA)
-    _, (first, second) = trained_weights(lambda low, high, mask: lopti.update_stages(low, high, mask, eta=ETA), args)
+    _, (first, second) = trained_weights(Arguments(mini_batch_size=0, eta=ETA))
     assert first["ratio_mean"] / first["updated_share"] == pytest.approx(1, abs=1e-5)
     assert abs(second["ratio_mean"] / second["updated_share"] - 1) > 1e-5
     assert first["updated_share"] + second["updated_share"] == pytest.approx(1)
 
 
 def test_gradient_clip_is_applied_to_each_step():
+    gradient, stats = gradient_of_update(max_grad_norm=0.01)
+    assert stats["grad_norm"] > 0.01 and gradient.norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+# ---------------------------------------------------------------------------------------------- the later treatments
+
+
+def test_reinforce_pp_by_hand():
+    rewards, mask = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64), torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]]).bool()
+    tokens = [2.0] * 3 + [-1.0] + [0.5] * 2
+    mean, variance = statistics.mean(tokens), statistics.variance(tokens)
+    found = lopti.reinforce_pp_advantages(rewards, mask)
+    for i, reward in enumerate(rewards.tolist()):
+        expected = [(reward - mean) / math.sqrt(variance + 1e-8) * float(m) for m in mask[i]]
+        assert found[i].tolist() == pytest.approx(expected, abs=1e-12)
+    assert lopti.reinforce_pp_advantages(torch.full((3,), 0.1), mask).abs().max() == 0  # and no rounding noise
+
+
+def test_published_reinforce_pp():
+    cases = json.loads(shared_file("golden/published_code.json").read_text())["cases"]
+    cases = [case for case in cases if case["algorithm"] == "reinforce++"]
+    assert len(cases) == 4
+    for case in cases:
+        advantages = tensor_of(case["advantage"])
+        mask = torch.arange(advantages.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
+        found = lopti.reinforce_pp_advantages(tensor_of(case["rewards"]), mask)
+        assert torch.allclose(found, advantages, atol=1e-9, rtol=0)
+        found = lopti.reweight_advantages(found, tensor_of(case["old_logprob"]), case["alpha"])
+        check_updates(case, PUBLISHED_NAMES, found, mask)
+
+
+def test_stapo_by_hand():
+    """Four candidates with entropies 0.1 0.2 0.3 0.4: the 75 % quantile is 0.325, three are silenced."""
+    probabilities = torch.tensor([[0.001, 0.001, 0.001, 0.001, 0.5, 0.001], [0.001, 0.9, 0.001, 0.002, 0.001, 0.001]])
+    entropies = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
+    advantages = torch.tensor([[1.0] * 5 + [1.0], [-1.0] * 6])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]).bool()
+    kept = lopti.stapo_mask(probabilities.log(), entropies, advantages, mask)
+    assert kept.tolist() == [[False, False, False, True, True, False], [True] * 6]
+    assert torch.equal(lopti.stapo_mask(probabilities.log(), entropies, -advantages.abs(), mask), mask)
+    # quantile by hand: numpy's linear rule on another size
+    kept = lopti.stapo_mask(probabilities.log(), entropies, advantages, mask, quantile=0.5)  # 0.25
+    assert kept[0].tolist() == [False, False, True, True, True, False]
+
+
+def test_entropy_mask_by_hand():
+    entropies = torch.tensor([[0.5, 0.1, 0.9, 0.0], [0.7, 0.2, 5.0, 5.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]).bool()  # values .9 .7 .5 .2 .1 .0
+    assert lopti.entropy_mask(entropies, mask, 1 / 3).tolist() == [[False, False, True, False], [True, False, False, False]]
+    assert lopti.entropy_mask(entropies, mask, 2 / 3, lowest=True).tolist() == [[True, True, False, True], [False, True, False, False]]
+    assert torch.equal(lopti.entropy_mask(entropies, mask, 1.0), mask)
+    torch.manual_seed(0)
+    entropies, mask = torch.rand(20, 30), torch.rand(20, 30) < 0.7
+    top, low = lopti.entropy_mask(entropies, mask, 0.2), lopti.entropy_mask(entropies, mask, 0.8, lowest=True)
+    assert not (top & low).any() and torch.equal(top | low, mask)
+    assert top.sum().item() == round(0.2 * mask.sum().item())
+
+
+def test_entropy_in_chunks(monkeypatch):
+    """Against -Σ p log p in float64; many chunks and one give the same."""
+    logits = torch.randn(3, 50, 171) * 4
+    probabilities = logits.double().softmax(-1)
+    expected = -(probabilities * probabilities.log()).sum(-1)
+    assert torch.allclose(lopti.entropy(logits).double(), expected, atol=1e-5)
+    sizes = []
+    original = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda self, *rest: sizes.append(self.numel()) or original(self, *rest))
+    lopti.entropy(torch.randn(4, 30, 2**16))
+    assert max(sizes) <= 2**22 < 4 * 30 * 2**16  # never a second copy of all logits
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("min_p", [0.15, 0.35])
+def test_min_p_by_hand(temperature, min_p):
+    """Temperature first, then the cut, then a softmax over what is left; tokens outside are told, not scored."""
     model = random_model()
-    rollout, old_logprobs, ref_logprobs, advantages = random_batch(model)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    args = Arguments(mini_batch_size=0, max_grad_norm=0.01)
-    stats = lopti.update(model, torch.optim.SGD(model.parameters(), lr=1.0), rollout, advantages, old_logprobs, ref_logprobs, rollout.mask, args)
-    moved = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, model.parameters())]).norm().item()
-    assert stats["grad_norm"] > 0.01 and moved == pytest.approx(0.01, rel=1e-3)
+    rollout = random_rollout(model)
+    scores = lopti.score(model, rollout, temperature, 5, min_p)
+    outside = 0
+    for i in range(len(rollout.mask)):
+        prompt, response = rollout.prompt_ids[i][rollout.prompt_mask[i]], rollout.response_ids[i][rollout.mask[i]]
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None]).logits[0].double() / temperature
+        for t, token in enumerate(response):
+            probabilities = logits[len(prompt) + t - 1].softmax(-1)
+            kept = probabilities >= min_p * probabilities.max()
+            renormalised = torch.where(kept, probabilities, 0) / probabilities[kept].sum()
+            assert scores.safe[i, t].item() == kept[token].item()
+            outside += not kept[token]
+            expected = renormalised[token].log().item() if kept[token] else 0.0
+            assert scores.logprobs[i, t].item() == pytest.approx(expected, abs=2e-5)
+            expected = -sum(p * math.log(p) for p in renormalised.tolist() if p > 0)
+            assert scores.entropies[i, t].item() == pytest.approx(expected, abs=2e-5)
+    assert 0 < outside < rollout.mask.sum()
+
+
+def test_min_p_samples_come_from_the_scored_distribution(tokenizer):
+    """With temperature and min-p together no sample is outside the safe vocabulary, and every safe token has its π."""
+    model, temperature, min_p = random_model(), 0.8, 0.3
+    torch.manual_seed(0)
+    rollout = lopti.sample(model, tokenizer, ["Lily said"], group_size=3000, max_new_tokens=1, temperature=temperature, min_p=min_p)
+    assert lopti.score(model, rollout, temperature, 1000, min_p).safe.all()
+    probe = rollout.part([0] * 171)
+    probe.response_ids = torch.arange(171)[:, None]
+    scores = lopti.token_logprobs(model, probe, temperature, min_p)
+    expected = scores.logprobs[:, 0].exp() * scores.safe[:, 0]
+    assert expected.sum().item() == pytest.approx(1, abs=1e-4) and 2 < scores.safe.sum() < 100
+    counts = torch.bincount(rollout.response_ids[:, 0], minlength=171) / 3000
+    assert (counts - expected).abs().max() < 5 * (expected.max() / 3000).sqrt()
+
+
+def test_unsafe_tokens_add_nothing_and_stay_in_the_denominator():
+    gradient, stats = gradient_of_update(min_p=0.3, kl_coef=0.0)
+    model = random_model()
+    rollout = random_batch(model, min_p=0.3)
+    scores = lopti.token_logprobs(model, rollout, 1.0, 0.3)
+    loss = -(rollout.advantages * (scores.logprobs - scores.logprobs.detach()).exp() * scores.safe).sum() / rollout.mask.sum()
+    loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert torch.allclose(gradient, expected, atol=1e-6) and expected.norm() > 1e-3
+    assert stats["unsafe_tokens"] == int((rollout.mask & ~scores.safe).sum()) > 0
+
+
+TREATMENTS = [{"stapo": True, "stapo_tau": 0.01}, {"top_entropy": 0.3}, {"bottom_entropy": 0.7}]
+
+
+@pytest.mark.parametrize("settings", TREATMENTS)
+def test_kept_tokens_are_the_denominator_in_both_stages(settings):
+    """By hand from the masks: the loss of each stage is divided by the kept tokens of both groups."""
+    gradients, stats = {}, {}
+    for name, tokens in (("low", low_tokens), ("high", high_tokens), ("all", lambda rollout: rollout.mask)):
+        gradients[name], stats[name] = gradient_of_update(tokens=tokens, kl_coef=0.0, **settings)
+    assert torch.allclose(gradients["low"] + gradients["high"], gradients["all"], atol=1e-5)
+    model = random_model()
+    rollout = random_batch(model)
+    now = lopti.token_logprobs(model, rollout, 1.0)
+    args = Arguments(**settings)
+    kept = lopti.tokens_to_keep(model, rollout, args)
+    assert 0 < kept.sum() < rollout.mask.sum() and not (kept & ~rollout.mask).any()
+    loss = -(rollout.advantages * (now.logprobs - now.logprobs.detach()).exp() * kept).sum() / kept.sum()
+    loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert torch.allclose(gradients["all"], expected, atol=1e-6)
+    assert stats["all"]["masked_tokens"] == int((rollout.mask & ~kept).sum())
+    assert stats["all"]["updated_share"] == pytest.approx(1, abs=1e-6)  # all kept tokens, divided by the kept tokens
+
+
+@pytest.mark.parametrize("number", range(len(GOLDEN["treatments"])))
+def test_our_golden_treatments(number):
+    case = GOLDEN["treatments"][number]
+    logits, ids = tensor_of(case["logits"]) / case["temperature"], torch.tensor(case["ids"])
+    mask = torch.arange(ids.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
+    close = {"atol": 1e-9, "rtol": 0}
+    found = lopti.reinforce_pp_advantages(tensor_of(case["rewards"]), mask)
+    assert torch.allclose(found, tensor_of(case["reinforce_pp_advantages"]), **close)
+    logprobs = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    entropies = lopti.entropy(logits)
+    assert torch.allclose(logprobs * mask, tensor_of(case["logprobs"]), **close)
+    assert torch.allclose(entropies * mask, tensor_of(case["entropies"]), **close)
+    in_vocabulary = lopti.safe_vocabulary(logits, case["min_p"])
+    safe = in_vocabulary.gather(-1, ids[..., None])[..., 0] & mask
+    assert safe.tolist() == case["safe"]
+    pruned = logits.masked_fill(~in_vocabulary, torch.finfo(logits.dtype).min)
+    safe_logprobs = pruned.log_softmax(-1).gather(-1, ids[..., None])[..., 0].masked_fill(~safe, 0.0)
+    assert torch.allclose(safe_logprobs, tensor_of(case["safe_logprobs"]), **close)
+    assert torch.allclose(lopti.entropy(pruned) * mask, tensor_of(case["safe_entropies"]), **close)
+    advantages = tensor_of(case["advantages"])[:, None] * mask
+    kept = lopti.stapo_mask(logprobs, entropies, advantages, mask, case["stapo_tau"], case["stapo_quantile"])
+    assert kept.tolist() == case["stapo_kept"]
+    loss, _ = lopti.policy_loss(logprobs, logprobs, advantages, mask, update_mask=kept, normalizer=kept.sum())
+    assert loss.item() == pytest.approx(case["stapo_loss"], abs=1e-9)
+    assert lopti.entropy_mask(entropies, mask, case["rho"]).tolist() == case["top_kept"]
+    assert lopti.entropy_mask(entropies, mask, 1 - case["rho"], lowest=True).tolist() == case["bottom_kept"]
+
+
+def test_masks_come_from_the_current_policy():
+    """Lopti's stage 2 sees the entropies that stage 1 left behind, not those of the rollout."""
+    model = random_model()
+    rollout, args = random_batch(model), Arguments(top_entropy=0.3, mini_batch_size=0)
+    before = lopti.tokens_to_keep(model, rollout, args)
+    lopti.update(model, torch.optim.SGD(model.parameters(), lr=0.5), rollout, low_tokens(rollout), args)
+    assert not torch.equal(before, lopti.tokens_to_keep(model, rollout, args))
+
+
+def test_switched_off_changes_nothing_to_the_last_bit():
+    plain, _ = trained_weights(Arguments(mini_batch_size=4, eta=ETA))
+    for settings in ({"stapo": True, "stapo_tau": 1e-30}, {"top_entropy": 1.0}, {"bottom_entropy": 1.0}, {"min_p": 1e-30}):
+        assert torch.equal(plain, trained_weights(Arguments(mini_batch_size=4, eta=ETA, **settings))[0]), settings
+    for settings in TREATMENTS:  # and switched on each of them changes something
+        assert not torch.equal(plain, trained_weights(Arguments(mini_batch_size=4, eta=ETA, **settings))[0]), settings
+
+
+def test_all_tokens_masked_is_a_skipped_step():
+    for eta in (0.0, ETA):
+        after, stats = trained_weights(Arguments(mini_batch_size=4, eta=eta, top_entropy=1e-9))
+        assert torch.equal(after, weights(random_model()))
+        assert all(stage["optimizer_steps"] == 0 and stage["skipped_steps"] == 3 for stage in stats)
 
 
 # ---------------------------------------------------------------------------------------------- rewards: Knights and Knaves

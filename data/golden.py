@@ -15,6 +15,12 @@ holds the inputs
     high_stage: loss, policy_loss, kl, clip_low_share, clip_high_share, clip_dual_share, gradient (B, T)
 
 where gradient is the derivative of loss by new_logprobs.
+
+Under `treatments` stand as many cases of the later methods. Inputs: rewards, lengths, advantages (B,), logits
+(B, T, V) and ids (B, T) of the current policy, temperature, min_p, stapo_tau, stapo_quantile, rho. Outputs:
+reinforce_pp_advantages (B, T); logprobs and entropies (B, T) without and with min-p (safe_logprobs, safe_entropies,
+safe; 0 where not safe); the tokens that each mask keeps, (B, T): stapo_kept, top_kept (share rho), bottom_kept
+(share 1 - rho); and stapo_loss, the sum of -advantage over the kept tokens divided by their number.
 """
 
 import json
@@ -92,6 +98,80 @@ def solve(case):
     return {**case, "advantages": advantages, "reweighted_advantages": reweighted, "low": low, **updates}
 
 
+def log_softmax(logits):
+    top = max(logits)
+    normalizer = top + math.log(sum(math.exp(x - top) for x in logits))
+    return [x - normalizer for x in logits]
+
+
+def quantile(values, q):
+    """Linear between the two nearest ranks, as numpy and torch do it."""
+    values = sorted(values)
+    position = q * (len(values) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(values) - 1)
+    return values[below] + (position - below) * (values[above] - values[below])
+
+
+def solve_treatments(case):
+    """The case with its outputs."""
+    tokens = [(i, t) for i, length in enumerate(case["lengths"]) for t in range(length)]
+    width = len(case["ids"][0])
+
+    def table(values, empty=0.0):
+        return [[values.get((i, t), empty) for t in range(width)] for i in range(len(case["lengths"]))]
+
+    spread = [case["rewards"][i] for i, _ in tokens]
+    center, scale = mean(spread), math.sqrt(stdev(spread) ** 2 + 1e-8)
+    whitened = {token: (case["rewards"][token[0]] - center) / scale for token in tokens}
+    logprobs, entropies, safe_logprobs, safe_entropies, safe = {}, {}, {}, {}, {}
+    for i, t in tokens:
+        tempered = [x / case["temperature"] for x in case["logits"][i][t]]
+        every, chosen = log_softmax(tempered), case["ids"][i][t]
+        logprobs[i, t], entropies[i, t] = every[chosen], -sum(math.exp(x) * x for x in every)
+        inside = [math.exp(x) >= case["min_p"] * math.exp(max(every)) for x in every]
+        renormalised = log_softmax([x for x, kept in zip(tempered, inside) if kept])
+        safe[i, t] = inside[chosen]
+        safe_logprobs[i, t] = renormalised[sum(inside[:chosen])] if inside[chosen] else 0.0
+        safe_entropies[i, t] = -sum(math.exp(x) * x for x in renormalised)
+    spurious = [(i, t) for i, t in tokens if case["advantages"][i] > 0 and math.exp(logprobs[i, t]) < case["stapo_tau"]]
+    if spurious:
+        tau_h = quantile([entropies[token] for token in spurious], case["stapo_quantile"])
+        spurious = [token for token in spurious if entropies[token] < tau_h]
+    stapo_kept = {token: token not in spurious for token in tokens}
+    ranked = sorted(tokens, key=lambda token: -entropies[token])
+    top = set(ranked[: round(case["rho"] * len(tokens))])
+    return {
+        **case,
+        "reinforce_pp_advantages": table(whitened),
+        "logprobs": table(logprobs),
+        "entropies": table(entropies),
+        "safe_logprobs": table(safe_logprobs),
+        "safe_entropies": table(safe_entropies),
+        "safe": table(safe, False),
+        "stapo_kept": table(stapo_kept, False),
+        "top_kept": table({token: token in top for token in tokens}, False),
+        "bottom_kept": table({token: token not in top for token in tokens}, False),
+        "stapo_loss": sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t]) / sum(stapo_kept.values()),
+    }
+
+
+def random_treatment_case(rng):
+    rows, width, vocabulary = rng.randint(2, 4), rng.randint(3, 6), 6
+    return {
+        "rewards": [3.0] + [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows - 2)] + [-1.0],
+        "lengths": [rng.randint(2, width) for _ in range(rows)],
+        "advantages": [rng.choice((1.0, 0.7, -0.4)) for _ in range(rows)],
+        "logits": [[[round(rng.gauss(0, 2.5), 6) for _ in range(vocabulary)] for _ in range(width)] for _ in range(rows)],
+        "ids": [[rng.randrange(vocabulary) for _ in range(width)] for _ in range(rows)],
+        "temperature": rng.choice((1.0, 0.7)),
+        "min_p": rng.choice((0.02, 0.1, 0.3)),
+        "stapo_tau": 0.1,
+        "stapo_quantile": rng.choice((0.75, 0.5)),
+        "rho": rng.choice((0.2, 0.4)),
+    }
+
+
 def random_case(rng, number):
     """Random inputs; the first cases are the corners, the `drift` of new from old grows with the number."""
     groups, size, width = rng.randint(1, 3), rng.randint(2, 5), rng.randint(3, 7)
@@ -126,11 +206,12 @@ def random_case(rng, number):
 def main():
     rng = random.Random(0)
     cases = [solve(random_case(rng, number)) for number in range(24)]
+    treatments = [solve_treatments(random_treatment_case(rng)) for _ in range(12)]
     note = "Numbers in float64 for checking a port of lopti; see data/golden.py for what each field means."
     path = Path(__file__).resolve().parent / "golden.json"
-    path.write_text(json.dumps({"note": note, "cases": cases}) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({"note": note, "cases": cases, "treatments": treatments}) + "\n", encoding="utf-8")
     clipped = {name: sum(case["joint"][f"clip_{name}_share"] > 0 for case in cases) for name in ("low", "high", "dual")}
-    print(f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}")
+    print(f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; {len(treatments)} of the later methods")
 
 
 if __name__ == "__main__":
