@@ -20,8 +20,12 @@ import copy
 import itertools
 import json
 import math
+import os
 import random
+import shutil
+import signal
 import sys
+import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -457,9 +461,10 @@ def update(policy, optimizer, rollout, tokens, args):
     Each mini-batch is one optimizer step; its loss is divided once, by the number of its response tokens (those that
     STAPO or 80/20 keep), of both groups, however it is cut into micro-batches. A mini-batch without a token to
     update is skipped: Adam would move the weights even at a gradient of 0. Returns the sums over the mini-batches of
-    policy_loss's statistics and of the gradient norm before its clip, and how many steps were taken and skipped.
+    policy_loss's statistics and of the gradient norm before its clip, and how many steps were taken, skipped, and
+    left out because their loss or gradient was not finite.
     """
-    totals = Counter(optimizer_steps=0, skipped_steps=0)
+    totals = Counter(optimizer_steps=0, skipped_steps=0, nonfinite_steps=0)
     for rows in torch.arange(len(rollout.mask)).split(args.mini_batch_size or len(rollout.mask)):
         batch = rollout.part(rows.tolist())
         kept = tokens_to_keep(policy, batch, args)  # (rows, width)
@@ -468,7 +473,7 @@ def update(policy, optimizer, rollout, tokens, args):
         if not to_update.any():
             totals["skipped_steps"] += 1
             continue
-        busy = [row for row in range(len(rows)) if to_update[row].any()]
+        sums, busy = Counter(), [row for row in range(len(rows)) if to_update[row].any()]
         for micro in micro_batches(busy, batch.lengths(), args.micro_batch_size):
             part = batch.part(micro)
             scores = token_logprobs(policy, part, args.temperature, args.min_p, with_entropy=False)
@@ -480,12 +485,15 @@ def update(policy, optimizer, rollout, tokens, args):
                 kl_coef=args.kl_coef, normalizer=kept.sum(),
             )  # fmt: skip
             loss.backward()
-            totals.update(stats)
-            totals["unsafe_tokens"] += int((part.mask & ~scores.safe).sum())
-        totals["grad_norm"] += float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
-        optimizer.step()
+            sums.update(stats)
+            sums["unsafe_tokens"] += int((part.mask & ~scores.safe).sum())
+        sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
+        if all(map(math.isfinite, sums.values())):
+            optimizer.step()
+            totals.update(sums, optimizer_steps=1)
+        else:  # a loss or gradient that is infinite or not a number must not reach the weights
+            totals["nonfinite_steps"] += 1
         optimizer.zero_grad()
-        totals["optimizer_steps"] += 1
     return dict(totals)
 
 
@@ -495,11 +503,11 @@ def update(policy, optimizer, rollout, tokens, args):
 
 
 def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
-    """GRPO with Advantage Reweighting and Lopti, for `args.steps` steps. Writes metrics and samples to `run`."""
-    reward_function = TASKS[args.task].reward
-    prompts = prompt_stream(train_rows, args.prompts_per_step, args.seed)
-    progress = tqdm(range(1, args.steps + 1), desc=method_name(args), disable=args.quiet)
+    """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps. Writes metrics and samples to `run`."""
+    prompts = itertools.islice(prompt_stream(train_rows, args.prompts_per_step, args.seed), run.step, None)
+    progress = tqdm(range(run.step + 1, args.steps + 1), desc=method_name(args), disable=args.quiet)
     for step in progress:
+        run.begin_step(step, policy, tokenizer, optimizer)
         clock = Clock()
         batch = [row for row in next(prompts) for _ in range(args.group_size)]  # B rows, G for each prompt
         with clock("sampling"):  # o ~ π_old
@@ -509,10 +517,7 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
                 batch_size=args.sample_batch_size,
             )  # fmt: skip
         with clock("rewarding"):  # R
-            rewards = reward_function(
-                completions=rollout.texts, solution=[row["solution"] for row in batch], prompts=[row["prompt"] for row in batch]
-            )
-            rewards = torch.tensor(rewards, device=rollout.mask.device)  # (B,)
+            rewards = torch.tensor(judge(rollout.texts, batch, args), device=rollout.mask.device)  # (B,)
         with clock("scoring"):  # log π_old and log π_ref, before the first update
             old = score(policy, rollout, args.temperature, args.micro_batch_size, args.min_p)
             rollout.old_logprobs = old.logprobs  # (B, T)
@@ -530,12 +535,12 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
             )
             stats = [(name, update(policy, optimizer, rollout, tokens & old.safe, args)) for name, tokens in stages]
         metrics = step_metrics(step, rollout, rewards, old.entropies, stats, clock, args)
-        run.write_step(metrics, batch, rollout, rewards)
-        if metrics["skipped_steps"]:
-            progress.write(f"step {step}: {metrics['skipped_steps']} mini-batches skipped, for they held no token to update")
+        run.append("metrics.jsonl", metrics)
+        run.write_samples(step, batch, rollout, rewards)
         progress.set_postfix(reward=f"{metrics['reward']:.2f}", accuracy=f"{metrics['accuracy']:.2f}", length=f"{metrics['completions/mean_length']:.0f}")
         if args.eval_every and step % args.eval_every == 0 and step < args.steps:
             run.write_evaluation(step, evaluate(policy, tokenizer, eval_rows, args)[0])
+        run.end_step(metrics, policy, tokenizer, optimizer)
 
 
 # ======================================================================================================
@@ -659,6 +664,11 @@ class Arguments:
     eval_only: bool = option(False, "evaluation", "evaluate the model and stop")
     show: int = option(0, "evaluation", "with --eval-only: print so many prompts with their responses and rewards")
 
+    save_every: int = option(10, "run", "write a checkpoint after every so many steps; 0 means only when interrupted")
+    keep: int = option(2, "run", "how many of the newest checkpoints stay")
+    resume: str = option("", "run", "continue the run in this folder, with its own settings")
+    reward_timeout: float = option(60.0, "run", "seconds that a reward function may take for one batch")
+    trust_remote_code: bool = option(False, "run", "let a model folder run its own Python code")
     name: str = option("", "run", "name of the run folder; a new one by default")
     output: str = option("runs", "run", "where run folders are made")
     seed: int = option(0, "run", "seed of everything random")
@@ -672,13 +682,14 @@ PRESETS = {
         "task": "kk", "model": "Qwen/Qwen2.5-3B-Instruct", "data": "K-and-K/knights-and-knaves:train:3ppl+4ppl+5ppl+6ppl+7ppl",
         "eval_data": "K-and-K/knights-and-knaves:test:3ppl+4ppl+5ppl+6ppl+7ppl", "people": [3, 4, 5, 6, 7],
         "prompts_per_step": 64, "temperature": 0.7, "max_new_tokens": 4096, "learning_rate": 1e-6, "mini_batch_size": 256,
-        "micro_batch_size": 4, "steps": 0, "epochs": 5, "eval_every": 10,
+        "micro_batch_size": 4, "steps": 0, "epochs": 5, "eval_every": 10, "save_every": 20, "keep": 1,
     },
     # The paper trains Qwen2.5-7B here, with α = 0.1 or η = 0.5 but not both; 7B with AdamW in float32 needs more than 80 GB.
     "math": {
         "task": "math", "model": "Qwen/Qwen2.5-3B", "data": "agentica-org/DeepScaleR-Preview-Dataset::train",
         "eval_data": "HuggingFaceH4/MATH-500::test", "prompts_per_step": 64, "temperature": 0.7, "max_new_tokens": 4096,
         "learning_rate": 1e-6, "mini_batch_size": 256, "micro_batch_size": 4, "steps": 0, "epochs": 5, "eval_every": 10,
+        "save_every": 20, "keep": 1,
     },
 }  # fmt: skip
 
@@ -692,10 +703,13 @@ class OneLineParser(argparse.ArgumentParser):
 
 def build_parser():
     """--help, grouped as Arguments is; flags that are not given leave the preset's value."""
-    description = __doc__.split("\n\nRead it")[0]
-    parser = OneLineParser(prog="lopti.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    presets = "\n".join(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in PRESETS[name].items()) for name in PRESETS if PRESETS[name])
+    parser = OneLineParser(
+        prog="lopti.py", usage="python lopti.py [flags]", description=__doc__.split("\n\nRead it")[0],
+        epilog=f"presets (tiny: the defaults above):\n{presets}", formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     preset_help = "tiny: the bundled policy, minutes on a CPU (default); kk, math: the paper's settings; flags given explicitly win"
-    parser.add_argument("--preset", choices=tuple(PRESETS), default="tiny", help=preset_help)
+    parser.add_argument("--preset", choices=tuple(PRESETS), default=argparse.SUPPRESS, help=preset_help)
     groups = {}
     for item in fields(Arguments):
         name = item.metadata["group"]
@@ -718,9 +732,32 @@ def build_parser():
 def parse_arguments(argv=None):
     """The command line as Arguments: a flag given explicitly wins over the preset, the preset over the default."""
     given = vars(build_parser().parse_args(argv))
-    args = Arguments(**{**PRESETS[given.pop("preset")], **given})
+    preset = given.pop("preset", None)
+    if given.get("resume"):
+        args = resumed_arguments(given, preset)
+    else:
+        args = Arguments(**{**PRESETS[preset or "tiny"], **given})
     check_arguments(args)
     return args
+
+
+# What --resume takes beside it: nothing that changes what the run means.
+FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "eval_size", "eval_samples", "eval_temperature",
+                  "micro_batch_size", "reward_timeout", "device", "quiet"}  # fmt: skip
+
+
+def resumed_arguments(given, preset=None):
+    """The settings of the run in the folder given["resume"], with the flags that may change."""
+    refused = sorted("--" + name.replace("_", "-") for name in given if name not in FREE_TO_CHANGE) + (["--preset"] if preset else [])
+    if refused:
+        raise UserError(f"--resume continues a run with its own settings and cannot take {', '.join(refused)}: leave that out, or start a new run")
+    path = Path(given["resume"]) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        known = {item.name: config[item.name] for item in fields(Arguments) if item.name in config}
+        return Arguments(**{**known, **given})
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"cannot resume {given['resume']}: {path} is not there or not readable as the settings of a run") from error
 
 
 def check_arguments(args):
@@ -735,14 +772,14 @@ def check_arguments(args):
         raise UserError("--top-entropy and --bottom-entropy exclude each other")
     if args.group_size < (2 if args.advantage == "grpo" else 1):
         raise UserError(f"--group-size must be at least 2, not {args.group_size}: GRPO compares the responses to one prompt with each other")
-    for name in ("temperature", "eval_temperature", "learning_rate", "clip_dual", "max_grad_norm"):
+    for name in ("temperature", "eval_temperature", "learning_rate", "clip_dual", "max_grad_norm", "reward_timeout"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
-    for name in ("passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "micro_batch_size"):
+    for name in ("keep", "passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "micro_batch_size"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     for name in ("clip_low", "clip_high", "kl_coef", "weight_decay", "steps", "epochs", "mini_batch_size", "sample_batch_size",
-                 "eval_every", "eval_size", "eval_samples", "show"):  # fmt: skip
+                 "eval_every", "eval_size", "eval_samples", "show", "save_every"):  # fmt: skip
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
     if args.update_only and args.eta == 0:
@@ -861,6 +898,69 @@ def prompt_stream(rows, size, seed):
 
 
 # ======================================================================================================
+# Rewards, guarded: a reward function may be anybody's
+# ======================================================================================================
+
+
+class TookTooLong(Exception):
+    pass
+
+
+@contextmanager
+def time_limit(seconds):
+    """Raise TookTooLong in the block after so many seconds (where the system has alarms: not on Windows)."""
+    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(number, frame):
+        raise TookTooLong
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def judge(texts, rows, args):
+    """The task's reward for each response; UserError naming function and row where it raises, hangs or miscounts."""
+    function = TASKS[args.task].reward
+    name = getattr(function, "__name__", str(function))
+
+    def call(texts, rows):
+        columns = {"solution": [row["solution"] for row in rows], "prompts": [row["prompt"] for row in rows]}
+        with time_limit(args.reward_timeout):
+            rewards = list(function(completions=texts, **columns))
+        if len(rewards) != len(texts):
+            raise UserError(f"the reward function {name} returned {len(rewards)} values for {len(texts)} responses: it must return one each")
+        return [float(reward) for reward in rewards]
+
+    def complaint(error):
+        if isinstance(error, TookTooLong):
+            return f"took longer than {args.reward_timeout:g} s (--reward-timeout)"
+        return f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+    try:
+        rewards = call(texts, rows)
+    except UserError:
+        raise
+    except Exception as error:
+        for number, (text, row) in enumerate(zip(texts, rows)):  # which one was it?
+            try:
+                call([text], [row])
+            except Exception as alone:
+                raise UserError(f"the reward function {name} {complaint(alone)}, at response {number} of the batch: {printable(text)[:80]!r}") from error
+        raise UserError(f"the reward function {name} {complaint(error)}, on the batch but on none of its responses alone") from error
+    for number, reward in enumerate(rewards):
+        if not math.isfinite(reward):
+            raise UserError(f"the reward function {name} returned {reward} at response {number} of the batch: rewards must be finite")
+    return rewards
+
+
+# ======================================================================================================
 # Evaluation
 # ======================================================================================================
 
@@ -899,9 +999,7 @@ def evaluate(policy, tokenizer, rows, args):
                     max_new_tokens=args.max_new_tokens, temperature=temperature, min_p=args.min_p,
                 )  # fmt: skip
                 repeated = [row for row in chunk for _ in range(group_size)]
-                rewards = task.reward(
-                    completions=rollout.texts, solution=[row["solution"] for row in repeated], prompts=[row["prompt"] for row in repeated]
-                )
+                rewards = judge(rollout.texts, repeated, args)
                 for i, (text, reward, length) in enumerate(zip(rollout.texts, rewards, rollout.mask.sum(1).tolist())):
                     answered[start + i // group_size].append((text, reward, length))
     table = {}
@@ -989,7 +1087,7 @@ def step_metrics(step, rollout, rewards, entropies, stats, clock, args):
             metrics[key] = metrics.get(key, 0.0) + stage.get(key, 0.0) / max(1, steps[name])
         key = f"grad_norm/{name}"
         metrics[key] = metrics.get(key, 0.0) + stage.get("grad_norm", 0.0) / max(1, steps[name])
-        for key in ("optimizer_steps", "skipped_steps", "masked_tokens", "unsafe_tokens"):
+        for key in ("optimizer_steps", "skipped_steps", "nonfinite_steps", "masked_tokens", "unsafe_tokens"):
             metrics[key] = metrics.get(key, 0) + stage.get(key, 0)
     metrics["masked_share"] = metrics["masked_tokens"] / (len(stats) * tokens)
     for phase, seconds in clock.seconds.items():
@@ -999,10 +1097,45 @@ def step_metrics(step, rollout, rewards, entropies, stats, clock, args):
     return metrics
 
 
+class Interrupted(Exception):
+    """The user or the system asked the run to stop, and it has stopped in good order."""
+
+
+@contextmanager
+def replaced_whole(path):
+    """Write a file or folder beside `path` and put it there in one move: at every moment the old or the new is whole."""
+    partial = path.with_name(f".{path.name}.partial")
+    remove(partial)
+    try:
+        yield partial
+        for file in [partial, *partial.glob("*")] if os.name == "posix" else []:
+            handle = os.open(file, os.O_RDONLY)
+            os.fsync(handle)
+            os.close(handle)
+        if path.is_dir():  # a folder cannot be moved onto another
+            remove(path)
+        os.replace(partial, path)
+    except Exception as error:
+        remove(partial)
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise UserError(f"cannot write {path}: {reason}; what was written before is untouched") from error
+
+
+def remove(path):
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 class Run:
-    """The folder runs/NAME: config.json, metrics.jsonl, samples.jsonl, evaluations.jsonl, final/."""
+    """The folder runs/NAME: config.json, metrics.jsonl, samples.jsonl, evaluations.jsonl, checkpoints/, final/."""
+
+    PATIENCE = 3  # training steps in a row without one finite optimizer step, after which the run stops
 
     def __init__(self, args):
+        self.args, self.step, self.best = args, 0, None  # step: the last one that is done
+        self.stop_signal, self.bad_steps = None, 0
+        if args.resume:
+            self.folder = Path(args.resume)
+            return
         name = args.name or f"{args.task}-{datetime.now():%Y%m%d-%H%M%S}"
         for number in itertools.count(1):
             self.folder = Path(args.output) / (name if number == 1 else f"{name}-{number}")
@@ -1011,25 +1144,144 @@ class Run:
                 break
             except FileExistsError:
                 if args.name:
-                    raise UserError(f"the run folder {self.folder} is there already: choose another --name") from None
+                    raise UserError(f"the run folder {self.folder} is there already: continue it with --resume {self.folder} or choose another --name") from None
             except OSError as error:
                 raise UserError(f"cannot make the run folder {self.folder}: {error.strerror}") from error
-        versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-        config = json.dumps({**asdict(args), "method": method_name(args), "versions": versions}, indent=2, ensure_ascii=False)
-        (self.folder / "config.json").write_text(config + "\n", encoding="utf-8")
+        self.write_config()
+
+    def write_config(self):
+        versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
+        config = {**asdict(self.args), "resume": "", "method": method_name(self.args), "versions": versions}
+        with replaced_whole(self.folder / "config.json") as path:
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    # ---- lines
 
     def append(self, file, row):
-        with open(self.folder / file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+        try:
+            with open(self.folder / file, "a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self.folder / file}: {error.strerror}; continue later with --resume {self.folder}") from error
 
-    def write_step(self, metrics, batch, rollout, rewards, samples=2):
-        self.append("metrics.jsonl", metrics)
+    def write_samples(self, step, batch, rollout, rewards, samples=2):
         for i in range(min(samples, len(batch))):
-            row = {"step": metrics["step"], "prompt": batch[i]["prompt"], "response": rollout.texts[i], "solution": batch[i]["solution"]}
+            row = {"step": step, "prompt": batch[i]["prompt"], "response": rollout.texts[i], "solution": batch[i]["solution"]}
             self.append("samples.jsonl", row | {"reward": rewards[i].item(), "truncated": bool(rollout.truncated[i])})
 
     def write_evaluation(self, step, table):
+        accuracy = sum(row["greedy"][0] for row in table.values()) / len(table)
+        if step and (self.best is None or accuracy > self.best["greedy"]):
+            self.best = {"step": step, "greedy": accuracy}
         self.append("evaluations.jsonl", {"step": step, "table": table})
+
+    def read_lines(self, file):
+        """The rows of a jsonl file, without lines that a crash cut short."""
+        path, rows = self.folder / file, []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                print(f"{path}: dropped a line that was cut short")
+        return rows
+
+    # ---- checkpoints
+
+    def checkpoints(self):
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+    def save_checkpoint(self, policy, tokenizer, optimizer, random_state=None):
+        """Everything that the next step depends on, in checkpoints/step-N; the newest `keep` stay."""
+        folder = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        if not folder.exists():
+            state = {"step": self.step, "best": self.best, "optimizer": optimizer.state_dict(), "random": random_state or random_states()}
+            with replaced_whole(folder) as path:
+                path.mkdir(parents=True)
+                policy.save_pretrained(path)
+                tokenizer.save_pretrained(path)
+                torch.save(state, path / "training_state.pt")
+        for old in self.checkpoints()[: -self.args.keep]:
+            remove(old)
+
+    def load_checkpoint(self, policy, optimizer):
+        """Bring policy, optimizer, random numbers and the run's files back to the newest checkpoint, if there is one."""
+        for folder in self.checkpoints()[-1:]:
+            try:
+                state = torch.load(folder / "training_state.pt", weights_only=True, map_location="cpu")
+                weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=self.args.trust_remote_code)
+                policy.load_state_dict(weights.state_dict())
+                optimizer.load_state_dict(state["optimizer"])
+                set_random_states(state["random"])
+                self.step, self.best = state["step"], state["best"]
+            except Exception as error:
+                reason = " ".join(str(error).split())[:160]
+                raise UserError(f"the checkpoint {folder} is damaged or not one of this run ({reason}): move it away to go on from the one before") from error
+        self.write_config()
+        for file in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
+            rows = [row for row in self.read_lines(file) if row["step"] <= self.step]
+            with replaced_whole(self.folder / file) as path:
+                path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    # ---- around each training step
+
+    @contextmanager
+    def signals(self):
+        """Ctrl-C and SIGTERM ask for a stop after the current step; a second one stops at once."""
+
+        def ask(number, frame):
+            if self.stop_signal:
+                raise KeyboardInterrupt
+            self.stop_signal = number
+            print("\nfinishing this step; once more to stop at once", file=sys.stderr)
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def begin_step(self, step, policy, tokenizer, optimizer):
+        self.stop_if_asked(policy, tokenizer, optimizer)
+        if not self.bad_steps:
+            self.random_before = random_states()
+
+    def end_step(self, metrics, policy, tokenizer, optimizer):
+        """Count what could not be applied, save where it is due, stop where that was asked for."""
+        step = metrics["step"]
+        if metrics["skipped_steps"]:
+            tqdm.write(f"step {step}: {metrics['skipped_steps']} mini-batches skipped, for they held no token to update")
+        if metrics["nonfinite_steps"]:
+            tqdm.write(f"step {step}: {metrics['nonfinite_steps']} optimizer steps left out, for their loss or gradient was not finite")
+        if metrics["nonfinite_steps"] and not metrics["optimizer_steps"]:
+            self.bad_steps += 1
+            if self.bad_steps >= self.PATIENCE:  # the weights are still those from before the first of them
+                self.save_checkpoint(policy, tokenizer, optimizer, self.random_before)
+                raise UserError(
+                    f"no finite gradient in {self.bad_steps} steps: stopped, with a checkpoint from before them (step {self.step}) in {self.folder}; "
+                    "try a lower --learning-rate, a lower --clip-dual or another --seed"
+                )
+            return
+        self.step, self.bad_steps = step, 0
+        if self.args.save_every and step % self.args.save_every == 0:
+            self.save_checkpoint(policy, tokenizer, optimizer)
+        self.stop_if_asked(policy, tokenizer, optimizer)
+
+    def stop_if_asked(self, policy, tokenizer, optimizer):
+        if self.stop_signal:
+            self.save_checkpoint(policy, tokenizer, optimizer, self.random_before if self.bad_steps else None)
+            raise Interrupted
+
+
+def random_states():
+    """The states of the random number generators that sampling draws from."""
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def set_random_states(states):
+    torch.set_rng_state(states["cpu"])
+    if states["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states["cuda"])
 
 
 # ======================================================================================================
@@ -1054,14 +1306,19 @@ def mixed_precision(model):
     return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
 
 
-def load_model(name, device):
+def printable(text):
+    """Text of a model with its control characters escaped: it cannot move the cursor or change the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+def load_model(name, device, trust_remote_code=False):
     """Model (float32, in evaluation mode) and tokenizer of a folder or hub name."""
     folder = Path(name)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"the model folder {name} holds no weights (*.safetensors)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the model {name}: {' '.join(str(error).split())[:300]}") from error
     if tokenizer.pad_token_id is None:
@@ -1072,15 +1329,14 @@ def load_model(name, device):
 def show_responses(rows, answered, count):
     """Print `count` evaluation prompts, spread over the difficulties, with each response and its reward."""
     for i in range(0, len(rows), max(1, len(rows) // count))[:count]:
-        print(f"\n--- {rows[i]['question']}\nsolution: {' / '.join(rows[i]['solution'].splitlines())}")
+        print(f"\n--- {printable(rows[i]['question'])}\nsolution: {printable(' / '.join(rows[i]['solution'].splitlines()))}")
         for number, (text, reward) in enumerate(answered[i]):
-            print(f"\n[{'greedy' if number == 0 else f'sample {number}'}, reward {reward:g}]\n{text}")
+            print(f"\n[{'greedy' if number == 0 else f'sample {number}'}, reward {reward:g}]\n{printable(text)}")
 
 
 def run_command(args):
-    started, task = time.time(), TASKS[args.task]
-    device = choose_device(args.device)
-    policy, tokenizer = load_model(args.model, device)
+    task, device = TASKS[args.task], choose_device(args.device)
+    policy, tokenizer = load_model(args.model, device, args.trust_remote_code)
     train_rows, eval_rows = load_data(args, tokenizer)
     if args.eval_only:
         table, answered = evaluate(policy, tokenizer, eval_rows, args)
@@ -1090,30 +1346,70 @@ def run_command(args):
         return 0
     if not args.steps:
         args.steps = max(1, args.epochs * len(train_rows) // args.prompts_per_step)
-    run = Run(args)
-    print(f"{method_name(args)} on {device}, {args.steps} steps, run folder {run.folder}")
     torch.manual_seed(args.seed)
     reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None  # π_ref: the policy as it starts
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
-    before, _ = evaluate(policy, tokenizer, eval_rows, args)
-    run.write_evaluation(0, before)
+    run = Run(args)
+    if args.resume:
+        run.load_checkpoint(policy, optimizer)
+        if run.step >= args.steps and (run.folder / "final").exists():
+            raise UserError(f"{run.folder} has done its {run.step} steps: give --steps above {run.step} to go on")
+    try:
+        with run.signals():
+            return train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
+    except Interrupted:
+        print(f"\nstopped after step {run.step}; continue with: python lopti.py --resume {run.folder}", file=sys.stderr)
+    except KeyboardInterrupt:
+        saved = run.checkpoints()
+        print(f"\nstopped at once; {saved[-1].name if saved else 'the beginning'} is where --resume {run.folder} continues", file=sys.stderr)
+    return 128 + run.stop_signal
+
+
+def train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
+    """Evaluate, train, evaluate, save, and print the table."""
+    started, first_step = time.time(), run.step + 1
+    print(f"{method_name(args)} on {policy.device}, steps {first_step} to {args.steps}, run folder {run.folder}")
+    evaluations = {row["step"]: row["table"] for row in run.read_lines("evaluations.jsonl")}
+    if run.step == 0 and 0 not in evaluations:
+        evaluations[0], _ = evaluate(policy, tokenizer, eval_rows, args)
+        run.write_evaluation(0, evaluations[0])
     train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
-    after, _ = evaluate(policy, tokenizer, eval_rows, args)
-    run.write_evaluation(args.steps, after)
-    policy.save_pretrained(run.folder / "final")
-    tokenizer.save_pretrained(run.folder / "final")
+    after = evaluations.get(args.steps)
+    if after is None:  # else the run was stopped between its last evaluation and its end
+        after, _ = evaluate(policy, tokenizer, eval_rows, args)
+        run.write_evaluation(args.steps, after)
+    run.save_checkpoint(policy, tokenizer, optimizer)
+    with replaced_whole(run.folder / "final") as folder:
+        policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    tables, before = {"after": after}, evaluations.get(0)
+    if before and {name: set(row) for name, row in before.items()} == {name: set(row) for name, row in after.items()}:
+        tables = {"before": before, "after": after}
     print(f"\nAccuracy on held-out prompts, before and after {args.steps} steps of {method_name(args)}, with 95 % intervals\n")
-    print(evaluation_table({"before": before, "after": after}, task.difficulty_name))
+    print(evaluation_table(tables, TASKS[args.task].difficulty_name))
+    if run.best and run.best["step"] != args.steps:
+        print(f"\nBest mean greedy accuracy: {run.best['greedy']:.2f} after step {run.best['step']}")
     print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds the metrics, samples and the trained model (final/).")
     return 0
 
 
 def main(argv=None):
+    args = None
     try:
-        return run_command(parse_arguments(argv))
+        args = parse_arguments(argv)
+        return run_command(args)
     except UserError as error:
         print(f"lopti.py: {error}", file=sys.stderr)
-        return 2
+    except KeyboardInterrupt:  # before or after training; in between, Run.signals takes care
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except torch.OutOfMemoryError:
+        print(
+            f"lopti.py: out of memory on {args.device} (at most {peak_memory_gib() or 0:.1f} GiB were in use): lower --micro-batch-size "
+            f"(now {args.micro_batch_size}), --sample-batch-size (now {args.sample_batch_size or args.prompts_per_step * args.group_size}) "
+            f"or --max-new-tokens (now {args.max_new_tokens})", file=sys.stderr,
+        )  # fmt: skip
+    return 2
 
 
 if __name__ == "__main__":

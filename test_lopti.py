@@ -13,6 +13,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -550,7 +551,8 @@ def test_a_skipped_mini_batch_leaves_weights_and_moments_alone():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     lopti.update(model, optimizer, rollout, rollout.mask, args)  # fills the moments
     before, nothing = weights(model), torch.zeros_like(rollout.mask)
-    assert lopti.update(model, optimizer, rollout, nothing, args) == {"optimizer_steps": 0, "skipped_steps": 3, "masked_tokens": 0}
+    stats = lopti.update(model, optimizer, rollout, nothing, args)
+    assert stats == {"optimizer_steps": 0, "skipped_steps": 3, "nonfinite_steps": 0, "masked_tokens": 0}
     assert torch.equal(before, weights(model))
     one_mini_batch = nothing.clone()
     one_mini_batch[:4] = rollout.mask[:4]
@@ -1502,16 +1504,7 @@ def test_final_loads_and_has_changed(two_runs):
 
 
 def test_same_command_same_metrics(two_runs):
-    folders, _ = two_runs
-
-    def lasting(row):
-        return {key: value for key, value in row.items() if not key.startswith(("seconds", "tokens_per_second", "peak_memory"))}
-
-    first, second = ([lasting(row) for row in read_jsonl(folder / "metrics.jsonl")] for folder in folders)
-    assert first == second
-    assert (folders[0] / "samples.jsonl").read_text() == (folders[1] / "samples.jsonl").read_text()
-    weights = [AutoModelForCausalLM.from_pretrained(folder / "final").state_dict() for folder in folders]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_same_run(*two_runs[0])
 
 
 def test_first_step_has_ratio_one_and_reference_stays(tmp_path):
@@ -1558,6 +1551,316 @@ def test_training_raises_the_reward(monkeypatch, tokenizer, tmp_path):
         lopti.train(model, None, tokenizer, torch.optim.AdamW(model.parameters(), lr=args.learning_rate), rows, rows, run, args)
         rewards = [row["reward"] for row in read_jsonl(run.folder / "metrics.jsonl")]
         assert rewards[-1] > rewards[0] + 0.5, (eta, rewards)
+
+
+# ---------------------------------------------------------------------------------------------- runs that survive
+
+FOUR_STEPS = ("--steps", 4, "--save-every", 1, "--eta", 0.5, "--people", 2, "--prompts-per-step", 2, "--group-size", 4, "--max-new-tokens", 60,
+              "--mini-batch-size", 4, "--eval-size", 1, "--eval-samples", 1, "--eval-every", 2, "--quiet")  # fmt: skip
+
+
+def lasting_metrics(folder):
+    """The rows of metrics.jsonl without what differs between two runs of the same command."""
+    passing = ("seconds", "tokens_per_second", "peak_memory")
+    return [{key: value for key, value in row.items() if not key.startswith(passing)} for row in read_jsonl(folder / "metrics.jsonl")]
+
+
+def assert_same_run(folder, other):
+    assert lasting_metrics(folder) == lasting_metrics(other)
+    for file in ("samples.jsonl", "evaluations.jsonl"):
+        assert read_jsonl(folder / file) == read_jsonl(other / file)
+    first, second = (AutoModelForCausalLM.from_pretrained(run / "final").state_dict() for run in (folder, other))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Four steps without an interruption."""
+    folder = tmp_path_factory.mktemp("whole")
+    code, _, error = run_lopti(*FOUR_STEPS, "--name", "whole", output=folder)
+    assert code == 0, error
+    return folder / "whole"
+
+
+def start(*flags):
+    command = [sys.executable, str(ROOT / "lopti.py"), *map(str, flags)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for(path, lines=1, seconds=120):
+    until = time.time() + seconds
+    while time.time() < until:
+        if path.exists() and len(path.read_text().splitlines()) >= lines:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} did not come")
+
+
+def test_killed_at_random_moments(whole_run, tmp_path):
+    """SIGKILL at random moments, resumed each time: the same metrics, samples and weights. LOPTI_KILLS=20 for more."""
+    rng, kills, round_number, folder = random.Random(0), 0, 0, None
+    wanted = int(os.environ.get("LOPTI_KILLS", "3"))
+    while kills < wanted or folder is not None:
+        if folder is None:
+            round_number += 1
+            folder = tmp_path / f"killed-{round_number}"
+            process = start(*FOUR_STEPS, "--name", folder.name, "--output", tmp_path)
+        elif (folder / "config.json").exists():
+            process = start("--resume", folder)
+        else:  # killed before it wrote its settings: nothing to resume
+            shutil.rmtree(folder)
+            folder = None
+            continue
+        wait_for(folder / "config.json")
+        try:
+            limit = rng.uniform(0, 4) if kills < wanted else 300
+            _, error = process.communicate(timeout=limit)
+            assert process.returncode == 0, error
+            assert_same_run(folder, whole_run)
+            folder = None
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills += 1
+    assert kills == wanted
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_asked_to_stop(whole_run, tmp_path, number, code):
+    process = start(*FOUR_STEPS, "--save-every", 0, "--name", "asked", "--output", tmp_path)
+    wait_for(tmp_path / "asked" / "metrics.jsonl")
+    process.send_signal(number)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == code, error
+    done = len(read_jsonl(tmp_path / "asked" / "metrics.jsonl"))
+    assert done < 4 and f"continue with: python lopti.py --resume {tmp_path / 'asked'}" in error and "Traceback" not in error
+    assert [path.name for path in (tmp_path / "asked" / "checkpoints").iterdir()] == [f"step-{done:06d}"]
+    code, _, error = run_lopti("--resume", tmp_path / "asked")
+    assert code == 0, error
+    assert_same_run(tmp_path / "asked", whole_run)
+
+
+def test_asked_twice_stops_at_once(tmp_path):
+    process = start(*FOUR_STEPS, "--steps", 400, "--max-new-tokens", 200, "--group-size", 48, "--name", "twice", "--output", tmp_path)
+    wait_for(tmp_path / "twice" / "metrics.jsonl")
+    time.sleep(1)  # well into the second step, which takes several seconds
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 130 and "stopped at once" in error and "Traceback" not in error
+    lopti.Run(Arguments(resume=str(tmp_path / "twice"))).load_checkpoint(*fresh_tiny())
+
+
+def fresh_tiny():
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def copied(whole_run, tmp_path):
+    return Path(shutil.copytree(whole_run, tmp_path / "copy"))
+
+
+def message_of(capsys, *flags):
+    """The one sentence with which the program refuses; exit code 2, no traceback."""
+    assert lopti.main([str(flag) for flag in flags]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1 and "Traceback" not in error
+    return error
+
+
+def test_more_steps_with_resume(whole_run, tmp_path, capsys):
+    """4 steps and then 2 more are 6 steps; the newest checkpoints stay; a second resume knows the new number."""
+    folder = copied(whole_run, tmp_path)
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-000003", "step-000004"]
+    assert "has done its 4 steps" in message_of(capsys, "--resume", folder)
+    assert lopti.main(["--resume", str(folder), "--steps", "6", "--keep", "1", "--quiet"]) == 0
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000006"]
+    assert "has done its 6 steps" in message_of(capsys, "--resume", folder)
+    code, _, error = run_lopti(*FOUR_STEPS, "--steps", 6, "--name", "six", output=tmp_path)
+    assert code == 0, error
+    assert lasting_metrics(folder) == lasting_metrics(tmp_path / "six")
+
+
+def test_resume_refuses_what_changes_the_run(whole_run, tmp_path, capsys):
+    error = message_of(capsys, "--resume", whole_run, "--alpha", "0.3", "--seed", "1", "--steps", "9")
+    assert "--alpha, --seed" in error and "--steps" not in error
+    assert "--preset" in message_of(capsys, "--resume", whole_run, "--preset", "kk")
+    assert "config.json is not there" in message_of(capsys, "--resume", tmp_path)
+    assert "--resume" in message_of(capsys, "--name", whole_run.name, "--output", whole_run.parent)
+
+
+def test_damaged_checkpoints_are_named_and_left_alone(whole_run, tmp_path, capsys):
+    folder = copied(whole_run, tmp_path)
+    newest = folder / "checkpoints" / "step-000004"
+    state = (newest / "training_state.pt").read_bytes()
+    for damage in (state[: len(state) // 2], b"", b"not a checkpoint", state[:1000] + b"x" * 50 + state[1050:]):
+        (newest / "training_state.pt").write_bytes(damage)
+        (folder / "final").mkdir(exist_ok=True)
+        error = message_of(capsys, "--resume", folder, "--steps", "5")
+        assert "step-000004 is damaged" in error and "move it away" in error
+        assert len(read_jsonl(folder / "metrics.jsonl")) == 4
+    torch.save({"step": 4, "code": os.system}, newest / "training_state.pt")  # a pickle that would run code
+    assert "is damaged or not one of this run" in message_of(capsys, "--resume", folder, "--steps", "5")
+    shutil.move(newest, tmp_path / "away")
+    assert lopti.main(["--resume", str(folder), "--quiet"]) == 0
+    assert_same_run(folder, whole_run)
+
+
+def test_foreign_checkpoint(whole_run, tmp_path, capsys, tokenizer):
+    folder = copied(whole_run, tmp_path)
+    random_model().save_pretrained(folder / "checkpoints" / "step-000004")
+    assert "step-000004 is damaged or not one of this run" in message_of(capsys, "--resume", folder, "--steps", "5")
+
+
+def test_metrics_cut_in_the_middle_of_a_line(whole_run, tmp_path):
+    folder = copied(whole_run, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "step-000004")
+    text = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(text[: len(text) - 200])
+    assert lopti.main(["--resume", str(folder), "--quiet"]) == 0
+    assert_same_run(folder, whole_run)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing file")])
+def test_full_disk_leaves_the_last_checkpoint(whole_run, tmp_path, capsys, monkeypatch, error):
+    folder = copied(whole_run, tmp_path)
+
+    def full(state, path):
+        Path(path).write_bytes(b"half a file")
+        raise error
+
+    monkeypatch.setattr(torch, "save", full)
+    assert "cannot write" in (sentence := message_of(capsys, "--resume", folder, "--steps", "6", "--quiet")) and "untouched" in sentence
+    monkeypatch.undo()
+    assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["step-000003", "step-000004"]
+    assert lopti.main(["--resume", str(folder), "--steps", "5", "--quiet"]) == 0
+
+
+def test_unwritable_folder(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert "cannot make the run folder" in message_of(capsys, *SMALL, "--name", "x", "--output", tmp_path / "file")
+
+
+def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
+    original, calls = lopti.policy_loss, []
+
+    def sometimes(*inputs, **options):
+        loss, stats = original(*inputs, **options)
+        calls.append(1)
+        return (loss * float("nan") if len(calls) == 2 else loss), stats
+
+    monkeypatch.setattr(lopti, "policy_loss", sometimes)
+    after, (stats,) = trained_weights(Arguments(mini_batch_size=4))
+    assert stats["optimizer_steps"] == 2 and stats["nonfinite_steps"] == 1 and torch.isfinite(after).all()
+
+
+def test_a_run_of_non_finite_steps_stops_with_a_checkpoint_from_before(whole_run, tmp_path, capsys, monkeypatch):
+    """From step 2 on nothing is finite: the checkpoint is that of step 1, and what follows from it is the whole run."""
+    original, calls = lopti.policy_loss, []
+    calls_of_step_1 = read_jsonl(whole_run / "metrics.jsonl")[0]["optimizer_steps"]  # one micro-batch each
+
+    def broken(*inputs, **options):
+        loss, stats = original(*inputs, **options)
+        calls.append(1)
+        return (loss if len(calls) <= calls_of_step_1 else loss * float("inf")), stats
+
+    monkeypatch.setattr(lopti, "policy_loss", broken)
+    error = message_of(capsys, *FOUR_STEPS, "--save-every", 0, "--name", "nan", "--output", tmp_path)
+    assert "no finite gradient in 3 steps" in error and "--learning-rate" in error
+    assert [path.name for path in (tmp_path / "nan" / "checkpoints").iterdir()] == ["step-000001"]
+    assert [row["nonfinite_steps"] > 0 for row in read_jsonl(tmp_path / "nan" / "metrics.jsonl")] == [False, True, True, True]
+    monkeypatch.undo()
+    assert lopti.main(["--resume", str(tmp_path / "nan"), "--quiet"]) == 0
+    assert_same_run(tmp_path / "nan", whole_run)
+
+
+def with_reward(monkeypatch, function):
+    monkeypatch.setitem(lopti.TASKS, "kk", lopti.Task(**{**lopti.TASKS["kk"].__dict__, "reward": function}))
+    return [{"prompt": "p", "solution": "s"}] * 3, Arguments(reward_timeout=0.3)
+
+
+def test_reward_functions_that_misbehave(monkeypatch):
+    texts = ["fine", "bad\x1b[2J", "fine"]
+
+    def raises(completions, **columns):
+        if "bad" in "".join(completions):
+            raise KeyError("no such thing")
+        return [0.0] * len(completions)
+
+    def hangs(completions, **columns):
+        while "bad" in "".join(completions):
+            pass
+        return [0.0] * len(completions)
+
+    def miscounts(completions, **columns):
+        return [1.0] * (len(completions) + 1)
+
+    def not_a_number(completions, **columns):
+        return [0.0, float("nan"), 0.0]
+
+    for function, words in (
+        (raises, "the reward function raises raised KeyError: 'no such thing', at response 1 of the batch"),
+        (hangs, "the reward function hangs took longer than 0.3 s (--reward-timeout), at response 1"),
+        (miscounts, "the reward function miscounts returned 4 values for 3 responses"),
+        (not_a_number, "the reward function not_a_number returned nan at response 1"),
+    ):
+        rows, args = with_reward(monkeypatch, function)
+        with pytest.raises(lopti.UserError) as caught:
+            lopti.judge(texts, rows, args)
+        assert words in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def test_out_of_memory_names_three_flags(monkeypatch, capsys, tmp_path):
+    def full(*inputs, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lopti, "sample", full)
+    error = message_of(capsys, *SMALL, "--output", tmp_path)
+    for words in ("--micro-batch-size (now 64)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
+        assert words in error
+
+
+def test_hostile_text_is_harmless(capsys, tmp_path):
+    text = "knight\x1b[2J\x07\r\x00\u202e\ud800 line\nnext"
+    assert lopti.printable(text) == "knight\\x1b[2J\\x07\\r\\x00\\u202e\\ud800 line\nnext"
+    rows = [{"question": text, "solution": text}]
+    lopti.show_responses(rows, [[(text, -3.0)]], 1)
+    assert not set(capsys.readouterr().out) & {"\x1b", "\x07", "\r", "\x00", "\u202e", "\ud800"}
+    run = lopti.Run(Arguments(output=str(tmp_path)))
+    run.append("samples.jsonl", {"response": text + "\u2028\x85"})
+    assert len((run.folder / "samples.jsonl").read_text().splitlines()) == 1
+    assert run.read_lines("samples.jsonl")[0]["response"] == text + "\u2028\x85"
+
+
+def test_remote_code_needs_a_flag(tmp_path, capsys):
+    """A model folder that brings its own Python code is refused without --trust-remote-code, and the code does not run."""
+    folder = Path(shutil.copytree(TINY, tmp_path / "own"))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert "cannot load the model" in message_of(capsys, "--model", folder, "--eval-only")
+    assert not (tmp_path / "ran").exists()
+
+
+JUNK = ["\\boxed{", "}", "{", "\\frac", "^", "_", "9", "(", ")", "[", "]", ",", "\\sqrt", "\\left", "\\text{", "e", "i", "\\pi", "-", "+", "±", "/", "!", "%",
+        "\\infty", "\\cup", "x", "=", "<", ">", "|", "\\begin{pmatrix}", "&", "\\\\", "\\end{pmatrix}", "999999999", ".", "\x00", "\u202e", "\ud800", "²", "٣",
+        "<think>", "</think>", "<answer>", "</answer>", "Zoey is a knight", "knave", "\n", " ", "\\log", "\\sin", "10^", "7.5", "1,000"]  # fmt: skip
+
+
+def test_twenty_thousand_junk_responses():
+    """Random pieces of LaTeX, tags, numbers and odd characters: no exception, no reward by chance, under 1 ms each."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(JUNK, k=rng.choice((1, 5, 20, 80)))) for _ in range(10_000)]
+    boxed = [f"\\boxed{{{text}}}" for text in texts]
+    solutions = ["".join(rng.choices(JUNK, k=3)) if i % 2 else r"\frac{1}{2}" for i in range(10_000)]
+    started = time.perf_counter()
+    found = kk_reward(texts, ["(1) Zoey is a knight"] * len(texts)) + math_reward(texts, solutions) + math_reward(boxed, solutions)
+    seconds = time.perf_counter() - started
+    assert set(found[:10_000]) <= {3.0, -0.5, -1.0, -3.0} and set(found[10_000:]) <= {0.0, 1.0}
+    assert seconds / len(found) < 1e-3
 
 
 # ---------------------------------------------------------------------------------------------- documentation
