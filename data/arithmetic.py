@@ -17,10 +17,10 @@ from puzzles import write_jsonl
 TYPES = ("whole numbers", "fractions", "decimals", "pairs")
 
 
-def _operand(rng, kind, denominator):
+def _operand(rng, kind):
     if kind == "pairs":
         return (rng.randint(1, 9), rng.randint(1, 9))
-    return rng.randint(1, 9 if kind == "fractions" else 19)
+    return rng.randint(1, 9)
 
 
 def _write(value, kind, denominator):
@@ -44,16 +44,16 @@ def _reduced(numerator, denominator):
 
 
 def generate_problem(rng, level):
-    """A chain of `level` additions and subtractions whose values stay in reach: 0 to 40 (in tenths for decimals)."""
+    """A chain of `level` additions and subtractions of 1 to 9 whose values stay within 0 to 20 (tenths for decimals)."""
     while True:
         kind, denominator = rng.choice(TYPES), rng.randint(2, 9)
-        operands = [_operand(rng, kind, denominator) for _ in range(level + 1)]
+        operands = [_operand(rng, kind) for _ in range(level + 1)]
         signs = [rng.choice("+-") for _ in range(level)]
         values = operands[:1]
         for sign, operand in zip(signs, operands[1:]):
             values.append(_apply(sign, values[-1], operand))
         numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
-        if all(0 <= number <= 40 for number in numbers):
+        if all(0 <= number <= 20 for number in numbers):
             break
     chain = _write(operands[0], kind, denominator)
     for sign, operand in zip(signs, operands[1:]):
@@ -67,7 +67,8 @@ def _slip(rng, value, error_rate):
     """A pupil's slip: one too many or one too few, with probability error_rate."""
     if isinstance(value, tuple):
         return tuple(_slip(rng, number, error_rate) for number in value)
-    return max(0, value + rng.choice((-1, 1))) if rng.random() < error_rate else value
+    slip = rng.choice((-1, 1)) if rng.random() < error_rate else 0
+    return max(0, value + slip)  # after a slip a difference may fall below 0, for which there are no words
 
 
 def worked_solution(rng, parts, error_rate=0.0):
@@ -76,10 +77,6 @@ def worked_solution(rng, parts, error_rate=0.0):
     value, steps = operands[0], []
     for sign, operand in zip(signs, operands[1:]):
         result = _slip(rng, _apply(sign, value, operand), error_rate)
-        if not isinstance(result, tuple):
-            result = max(0, result)
-        else:
-            result = tuple(max(0, number) for number in result)
         written = [_write(x, kind, denominator) for x in (value, operand, result)]
         steps.append(f"{written[0]} {sign} {written[1]} = {written[2]}")
         value = result

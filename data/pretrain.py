@@ -4,7 +4,7 @@
     python data/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
 
 Stage `solve`: next-token prediction on worked solutions of random puzzles (and some arithmetic), the puzzles and
-problems of the committed files left out. Stage `arithmetic`: every other batch is arithmetic. Stage `careless`: a
+problems of the committed files left out. Stage `arithmetic`: two batches in three are arithmetic. Stage `careless`: a
 few hundred steps on worked solutions in which every verdict is flipped with a small probability. That leaves a
 policy that knows how to solve a puzzle (greedy decoding is often right) but slips when it samples, which is what
 reinforcement learning from rewards can improve.
@@ -184,11 +184,10 @@ def solve_stream(rng, tokenizer, steps, **common):
 
 
 def mixed_stream(rng, tokenizer, people_weights, error_rate, math_error_rate, **common):
-    """About every other batch puzzles, the others arithmetic: in a common pool the short rows would fill few batches."""
+    """A third of the batches puzzles, the others arithmetic, whose short rows would fill few batches of a common pool."""
     settings = {"people_weights": people_weights, "error_rate": error_rate, "math_error_rate": math_error_rate, **common}
-    return alternate(
-        rng, batches(tokenizer, rng, 8000, math_share=0.0, **settings), batches(tokenizer, rng, 3000, math_share=1.0, pool=512, **settings)
-    )
+    problems = batches(tokenizer, rng, 3000, math_share=1.0, pool=512, **settings)
+    return alternate(rng, batches(tokenizer, rng, 8000, math_share=0.0, **settings), problems, problems)
 
 
 def main():
@@ -197,7 +196,7 @@ def main():
     parser.add_argument("--stage", choices=("solve", "arithmetic", "careless"), default="solve", help="the stage to begin with")
     parser.add_argument("--start", type=Path, help="the model folder to begin a later stage from")
     parser.add_argument("--solve-steps", type=int, default=3600)
-    parser.add_argument("--arithmetic-steps", type=int, default=1200)
+    parser.add_argument("--arithmetic-steps", type=int, default=1600)
     parser.add_argument("--careless-steps", type=int, default=400)
     parser.add_argument("--error-rate", type=float, default=0.06, help="careless: probability that a verdict is flipped")
     parser.add_argument("--math-error-rate", type=float, default=0.15, help="careless: probability of a slip in arithmetic")
