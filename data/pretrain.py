@@ -4,7 +4,8 @@
     python data/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
 
 Stage `solve`: next-token prediction on worked solutions of random puzzles (and some arithmetic), the puzzles and
-problems of the committed files left out. Stage `arithmetic`: two batches in three are arithmetic. Stage `careless`: a
+problems of the committed files left out. Stage `arithmetic`: two batches in three are arithmetic. Stage `practice`: mostly puzzles of 2 and 3 people again.
+Stage `careless`: a
 few hundred steps on worked solutions in which every verdict is flipped with a small probability. That leaves a
 policy that knows how to solve a puzzle (greedy decoding is often right) but slips when it samples, which is what
 reinforcement learning from rewards can improve.
@@ -140,7 +141,7 @@ def batches(tokenizer, rng, tokens_per_batch, max_tokens=640, pool=2048, **setti
 # ---------------------------------------------------------------------------------------------- training
 
 
-def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_every=500, folder=None):
+def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_every=300, folder=None):
     """AdamW on the response tokens, learning rate up over `warmup` steps and down along a cosine to a tenth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     started, tokens = time.time(), 0
@@ -166,10 +167,7 @@ def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_
             model.save_pretrained(folder)
 
 
-def alternate(rng, *streams):
-    """One endless stream that draws each batch from one of the streams at random."""
-    while True:
-        yield next(rng.choice(streams))
+STAGES = ("solve", "arithmetic", "practice", "careless")
 
 
 def solve_stream(rng, tokenizer, steps, **common):
@@ -183,20 +181,23 @@ def solve_stream(rng, tokenizer, steps, **common):
     return (next(next(lesson for until, lesson in lessons if step < until * steps)) for step in range(steps))
 
 
-def mixed_stream(rng, tokenizer, people_weights, error_rate, math_error_rate, **common):
-    """A third of the batches puzzles, the others arithmetic, whose short rows would fill few batches of a common pool."""
-    settings = {"people_weights": people_weights, "error_rate": error_rate, "math_error_rate": math_error_rate, **common}
+def mixed_stream(rng, tokenizer, puzzle_share, people_weights, error_rate, math_error_rate, held_out):
+    """Batches of puzzles with probability `puzzle_share`, else of arithmetic: its short rows would drown in a common pool."""
+    settings = {"people_weights": people_weights, "error_rate": error_rate, "math_error_rate": math_error_rate, "held_out": held_out}
+    quizzes = batches(tokenizer, rng, 8000, math_share=0.0, **settings)
     problems = batches(tokenizer, rng, 3000, math_share=1.0, pool=512, **settings)
-    return alternate(rng, batches(tokenizer, rng, 8000, math_share=0.0, **settings), problems, problems)
+    while True:
+        yield next(quizzes if rng.random() < puzzle_share else problems)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "tiny")
-    parser.add_argument("--stage", choices=("solve", "arithmetic", "careless"), default="solve", help="the stage to begin with")
+    parser.add_argument("--stage", choices=STAGES, default="solve", help="the stage to begin with")
     parser.add_argument("--start", type=Path, help="the model folder to begin a later stage from")
     parser.add_argument("--solve-steps", type=int, default=3600)
     parser.add_argument("--arithmetic-steps", type=int, default=1600)
+    parser.add_argument("--practice-steps", type=int, default=1200)
     parser.add_argument("--careless-steps", type=int, default=400)
     parser.add_argument("--error-rate", type=float, default=0.06, help="careless: probability that a verdict is flipped")
     parser.add_argument("--math-error-rate", type=float, default=0.15, help="careless: probability of a slip in arithmetic")
@@ -237,13 +238,17 @@ def main():
         tokenizer.save_pretrained(folder)
         return folder
 
-    if args.stage == "solve":
+    ahead = STAGES[STAGES.index(args.stage) :]
+    if "solve" in ahead:
         stream = solve_stream(rng, tokenizer, args.solve_steps, held_out=held_out)
         train(model, stream, args.solve_steps, 1.5e-3, 200, "solve", folder=scratch("solver"))
-    if args.stage in ("solve", "arithmetic"):
-        stream = mixed_stream(rng, tokenizer, {2: 0.25, 3: 0.4, 4: 0.2, 5: 0.15}, 0.0, 0.0, held_out=held_out)
+    if "arithmetic" in ahead:
+        stream = mixed_stream(rng, tokenizer, 1 / 3, {2: 0.25, 3: 0.4, 4: 0.2, 5: 0.15}, 0.0, 0.0, held_out)
         train(model, stream, args.arithmetic_steps, 1e-3, 50, "arithmetic", folder=scratch("arithmetic"))
-    stream = mixed_stream(rng, tokenizer, {2: 0.35, 3: 0.4, 4: 0.15, 5: 0.1}, args.error_rate, args.math_error_rate, held_out=held_out)
+    if "practice" in ahead:
+        stream = mixed_stream(rng, tokenizer, 5 / 6, {2: 0.3, 3: 0.5, 4: 0.1, 5: 0.1}, 0.0, 0.0, held_out)
+        train(model, stream, args.practice_steps, 1e-3, 50, "practice", folder=scratch("practice"))
+    stream = mixed_stream(rng, tokenizer, 2 / 3, {2: 0.4, 3: 0.5, 4: 0.05, 5: 0.05}, args.error_rate, args.math_error_rate, held_out)
     train(model, stream, args.careless_steps, 4e-4, 20, "careless")
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model.save_pretrained(args.output)

@@ -123,12 +123,13 @@ def generate_puzzle(rng, people):
 def worked_solution(rng, names, claims, error_rate=0.0):
     """Reason in the open: suppose roles, check the claims in turn, and on a contradiction suppose something else.
 
-    Each fact is written as *subject, claimed role, supposed role, verdict*, so that every verdict follows from
-    the words right before it. That is what makes the format learnable by a policy of a million parameters:
+    Each fact is written as *subject, supposed role, claimed role, verdict*, so that every verdict follows from the
+    words right before it, and the latest role after a name is always the one supposed. That is what makes the format
+    learnable by a policy of a million parameters:
 
         Suppose Lily knight Sofia knave
         Lily: Sofia knave knave true knight ok
-        Sofia: Lily knave knight false or Sofia knight knave false so false knave ok
+        Sofia: Lily knight knave false or Sofia knave knight false so false knave ok
 
     The first supposition is a guess. The next one agrees with every claim that has failed so far and changes as
     few roles as it can. With `error_rate` > 0 each verdict is flipped with that probability and the reasoning
@@ -144,10 +145,10 @@ def worked_solution(rng, names, claims, error_rate=0.0):
         return "true" if truth else "false"
 
     def check_fact(atom, roles):
-        """('lying', 1) → the words 'Sofia knave knave true' and the verdict."""
+        """('lying', 1) → the words 'Sofia knight knave false' where she is supposed a knight, and the verdict."""
         claimed, supposed = atom[0] == "telling-truth", roles[atom[1]]
         truth = verdict(claimed == supposed)
-        return f"{names[atom[1]]} {role(claimed)} {role(supposed)} {word(truth)}", truth
+        return f"{names[atom[1]]} {role(supposed)} {role(claimed)} {word(truth)}", truth
 
     untried = list(product([True, False], repeat=len(names)))
     failed, lines = set(), []
