@@ -488,7 +488,9 @@ def update(policy, optimizer, rollout, tokens, args):
             sums.update(stats)
             sums["unsafe_tokens"] += int((part.mask & ~scores.safe).sum())
         sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
-        if all(map(math.isfinite, sums.values())):
+        if sums["updated_share"] == 0:  # every token has left the safe vocabulary
+            totals["skipped_steps"] += 1
+        elif all(map(math.isfinite, sums.values())):
             optimizer.step()
             totals.update(sums, optimizer_steps=1)
         else:  # a loss or gradient that is infinite or not a number must not reach the weights
@@ -639,15 +641,15 @@ class Arguments:
     group_size: int = option(8, "sampling", "G: responses to each prompt, at least 2")
     temperature: float = option(1.0, "sampling", "T_s: temperature of sampling, and of every log-probability")
     max_prompt_length: int = option(400, "sampling", "longer prompts (in tokens) are dropped, and counted")
-    max_new_tokens: int = option(256, "sampling", "longest response, in tokens")
+    max_new_tokens: int = option(200, "sampling", "longest response, in tokens")
     sample_batch_size: int = option(0, "sampling", "responses generated at a time; 0 means all at once")
 
     learning_rate: float = option(2e-4, "optimisation", "constant learning rate of AdamW")
     weight_decay: float = option(0.01, "optimisation", "weight decay of AdamW")
     max_grad_norm: float = option(1.0, "optimisation", "the gradient of each optimizer step is clipped to this norm")
     mini_batch_size: int = option(64, "optimisation", "responses in one optimizer step; 0 means the whole rollout batch")
-    micro_batch_size: int = option(64, "optimisation", "responses in one forward pass: changes memory and speed, not the result")
-    steps: int = option(20, "optimisation", "training steps (rollout batches); 0 means go by --epochs")
+    micro_batch_size: int = option(16, "optimisation", "responses in one forward pass: changes memory and speed, not the result")
+    steps: int = option(24, "optimisation", "training steps (rollout batches); 0 means go by --epochs")
     epochs: int = option(0, "optimisation", "with --steps 0: how often to go through the training prompts")
 
     task: str = option("kk", "model and data", "what to train on: Knights and Knaves, or math with \\boxed{} answers", choices=tuple(TASKS))

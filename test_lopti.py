@@ -504,7 +504,7 @@ def gradient_of_update(micro_batch_size=100, tokens=lambda rollout: rollout.mask
     return before - weights(model), stats
 
 
-@pytest.mark.parametrize("settings", [{}, {"stapo": True, "stapo_tau": 0.01}, {"top_entropy": 0.2}, {"min_p": 0.3}])
+@pytest.mark.parametrize("settings", [{}, {"stapo": True, "stapo_tau": 0.01}, {"top_entropy": 0.2}, {"min_p": 0.1}])
 @pytest.mark.parametrize("tokens", [lambda rollout: rollout.mask, low_tokens], ids=["all", "low"])
 def test_gradient_does_not_depend_on_the_micro_batch_size(tokens, settings):
     whole, whole_stats = gradient_of_update(100, tokens, **settings)
@@ -765,6 +765,8 @@ def test_all_tokens_masked_is_a_skipped_step():
         after, stats = trained_weights(Arguments(mini_batch_size=4, eta=eta, top_entropy=1e-9))
         assert torch.equal(after, weights(random_model()))
         assert all(stage["optimizer_steps"] == 0 and stage["skipped_steps"] == 3 for stage in stats)
+    gradient, stats = gradient_of_update(tokens=low_tokens, min_p=0.3)  # no low token is in the safe vocabulary
+    assert gradient.norm() == 0 and stats["optimizer_steps"] == 0 and stats["skipped_steps"] == 1
 
 
 # ---------------------------------------------------------------------------------------------- rewards: Knights and Knaves
@@ -1615,7 +1617,7 @@ def test_killed_at_random_moments(whole_run, tmp_path):
         try:
             limit = rng.uniform(0, 4) if kills < wanted else 300
             _, error = process.communicate(timeout=limit)
-            assert process.returncode == 0, error
+            assert process.returncode == 0 or "has done its 4 steps" in error, error  # killed on its very last line
             assert_same_run(folder, whole_run)
             folder = None
         except subprocess.TimeoutExpired:
@@ -1818,7 +1820,7 @@ def test_out_of_memory_names_three_flags(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(lopti, "sample", full)
     error = message_of(capsys, *SMALL, "--output", tmp_path)
-    for words in ("--micro-batch-size (now 64)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
+    for words in ("--micro-batch-size (now 16)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
         assert words in error
 
 
@@ -1878,5 +1880,5 @@ def test_readme_names_only_flags_and_functions_that_exist():
     for command in re.findall(r"python lopti\.py[^\n`]*", text):
         for flag in re.findall(r"--[a-z][a-z-]*", command):
             assert flag in known, command
-    for name in re.findall(r"`([a-z_]+)\(", text):
+    for name in re.findall(r"`([a-z_]+)\(\)", text):
         assert hasattr(lopti, name) or hasattr(rewards, name), name
