@@ -1118,9 +1118,13 @@ def replaced_whole(path):
             remove(path)
         os.replace(partial, path)
     except Exception as error:
+        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free / 2**20
         remove(partial)
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise UserError(f"cannot write {path}: {reason}; what was written before is untouched") from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        raise UserError(
+            f"cannot write {path} ({reason}; {free:.0f} MiB are free on that disk): make room and continue with --resume; "
+            "what was written before is untouched"
+        ) from error
 
 
 def remove(path):
@@ -1299,7 +1303,10 @@ def choose_device(name):
     if not there.get(name.split(":")[0]):
         found = ", ".join(device for device, found in there.items() if found)
         raise UserError(f"--device {name}: no such device here; this machine has {found}")
-    return torch.device(name)
+    try:
+        return torch.zeros(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # cuda:7 on a machine with one GPU
+        raise UserError(f"--device {name}: {' '.join(str(error).split())[:100]}") from error
 
 
 def mixed_precision(model):
