@@ -203,6 +203,8 @@ def main():
     parser.add_argument("--math-error-rate", type=float, default=0.15, help="careless: probability of a slip in arithmetic")
     parser.add_argument("--hidden-size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--rope-theta", type=float, default=10000.0, help="base of the rotary positions; smaller looks closer by")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
@@ -218,8 +220,9 @@ def main():
             hidden_size=args.hidden_size,
             intermediate_size=3 * args.hidden_size,
             num_hidden_layers=args.layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=args.heads,
+            num_key_value_heads=args.heads,
+            rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
             max_position_embeddings=2048,
             tie_word_embeddings=True,
             bos_token_id=None,
