@@ -1105,8 +1105,8 @@ class Interrupted(Exception):
 
 @contextmanager
 def replaced_whole(path):
-    """Write a file or folder beside `path` and put it there in one move: at every moment the old or the new is whole."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Write a file or folder beside `path` and move it there when it is whole; the old one goes only after that."""
+    partial, old = path.with_name(f".{path.name}.partial"), path.with_name(f".{path.name}.old")
     remove(partial)
     try:
         yield partial
@@ -1114,9 +1114,11 @@ def replaced_whole(path):
             handle = os.open(file, os.O_RDONLY)
             os.fsync(handle)
             os.close(handle)
-        if path.is_dir():  # a folder cannot be moved onto another
-            remove(path)
+        if path.is_dir():  # a folder cannot be moved onto another: first move the old one aside
+            remove(old)
+            os.replace(path, old)
         os.replace(partial, path)
+        remove(old)
     except Exception as error:
         free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free / 2**20
         remove(partial)

@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from ast import literal_eval
 from pathlib import Path
@@ -27,9 +28,11 @@ import arithmetic
 import puzzles
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from lopti import MATH_REQUEST  # noqa: E402  the prompts of training must be those of pretraining
+
 SPECIAL = ["<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
-MATH_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."
 
 # The template renders user and assistant turns and leaves a system message out: this policy knows two jobs only,
 # and tells them apart by the question.
