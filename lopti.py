@@ -17,6 +17,8 @@ Log-probabilities and probabilities are float32; a mask is boolean, True where a
 
 import argparse
 import copy
+import functools
+import importlib
 import itertools
 import json
 import math
@@ -24,22 +26,25 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 
-from rewards import kk_reward, math_reward
+from rewards import extract_boxed, kk_reward, math_reward
 
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 
@@ -104,22 +109,20 @@ def sample(model, tokenizer, prompts, *, group_size, max_new_tokens, temperature
         **settings, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
         eos_token_id=end_ids, pad_token_id=pad_id, use_cache=True,
     )  # fmt: skip
-    texts = [prompt for prompt in prompts for _ in range(group_size)]
-    encoded = tokenizer(texts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
+    encoded = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
     prompt_ids, prompt_mask = encoded["input_ids"].to(model.device), encoded["attention_mask"].to(model.device)
     model.eval()  # no dropout: the policy that samples is the policy that is scored
     own_settings, model.generation_config = model.generation_config, settings
     try:
-        parts = []
-        for ids, mask in zip(prompt_ids.split(batch_size or len(texts)), prompt_mask.split(batch_size or len(texts))):
-            with mixed_precision(model):
-                parts.append(model.generate(input_ids=ids, attention_mask=mask, generation_config=settings)[:, ids.shape[1] :])
+        size = max(1, (batch_size or group_size * len(prompts)) // group_size)  # prompts at a time
+        parts = [generate_groups(model, *part, group_size, settings) for part in zip(prompt_ids.split(size), prompt_mask.split(size))]
     finally:
         model.generation_config = own_settings
     length = max(part.shape[1] for part in parts)
     response_ids = torch.cat([torch.nn.functional.pad(part, (0, length - part.shape[1]), value=pad_id) for part in parts])
     mask, truncated = response_mask(response_ids, end_ids)
     decoded = [tokenizer.decode(strip_end(ids[kept], end_ids), skip_special_tokens=False) for ids, kept in zip(response_ids, mask)]
+    prompt_ids, prompt_mask = (part.repeat_interleave(group_size, 0) for part in (prompt_ids, prompt_mask))  # (B, P)
     return Rollout(prompt_ids, prompt_mask.bool(), response_ids, mask, truncated, decoded)
 
 
@@ -161,23 +164,21 @@ def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True):
     The temperature is the one of sampling, because the π of Eqs. 1 and 4 is the distribution that the tokens were
     drawn from. With `min_p` > 0 the softmax goes over the safe vocabulary only.
     """
-    input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)  # (B, P+T)
-    attention_mask = torch.cat([rollout.prompt_mask, rollout.mask], dim=1).long()  # (B, P+T)
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # positions count from the first real token
-    kept = rollout.response_ids.shape[1] + 1
-    with mixed_precision(model):
-        logits = model(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, logits_to_keep=kept, use_cache=False
-        ).logits  # (B, T+1, V)
-    logits = logits[:, :-1].float() / temperature  # (B, T, V): the logits at position t speak about token t+1
-    ids, safe = rollout.response_ids[..., None], rollout.mask  # (B, T, 1), (B, T)
-    if min_p:
-        in_vocabulary = safe_vocabulary(logits, min_p)  # (B, T, V)
-        safe = safe & in_vocabulary.gather(-1, ids).squeeze(-1)
-        logits = logits.masked_fill(~in_vocabulary, torch.finfo(logits.dtype).min)  # probability 0
-    logprobs = (logits.gather(-1, ids).squeeze(-1) - logits.logsumexp(-1)).masked_fill(~safe, 0.0)  # (B, T)
-    entropies = entropy(logits.detach()).masked_fill(~rollout.mask, 0.0) if with_entropy else None
-    return TokenScores(logprobs, entropies, safe)
+    states, to_logits = response_states(model, rollout)  # (N, hidden size): N response tokens, without padding
+
+    def of(states, ids):  # n of them at a time
+        logits = to_logits(states).float() / temperature  # (n, V)
+        safe = torch.ones_like(ids, dtype=torch.bool)  # (n,)
+        if min_p:
+            in_vocabulary = safe_vocabulary(logits, min_p)  # (n, V)
+            safe = in_vocabulary.gather(-1, ids[:, None]).squeeze(-1)
+            logits = logits.masked_fill(~in_vocabulary, torch.finfo(logits.dtype).min)  # probability 0
+        logprobs = (logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1)).masked_fill(~safe, 0.0)
+        return logprobs, entropy(logits.detach()) if with_entropy else torch.zeros_like(logprobs), safe
+
+    found = in_chunks(of, states, rollout.response_ids[rollout.mask], vocabulary_size=model.config.get_text_config().vocab_size)
+    logprobs, entropies, safe = (torch.zeros(rollout.mask.shape, dtype=part.dtype, device=part.device).masked_scatter(rollout.mask, part) for part in found)
+    return TokenScores(logprobs, entropies if with_entropy else None, safe)
 
 
 def entropy(logits):
@@ -201,18 +202,22 @@ def safe_vocabulary(logits, min_p):
     return logits >= logits.max(-1, keepdim=True).values + math.log(min_p)
 
 
-def micro_batches(rows, lengths, size):
-    """Cut rows into lists of at most `size` rows of similar length, so that little of the work is padding."""
-    rows = sorted(rows, key=lambda row: int(lengths[row]))
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
+def micro_batches(rows, lengths, tokens):
+    """Cut rows into lists of similar length, each of at most `tokens` tokens with its padding (but never empty)."""
+    batches = []
+    for row in sorted(rows, key=lambda row: int(lengths[row])):
+        if not batches or (len(batches[-1]) + 1) * int(lengths[row]) > tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 @torch.no_grad()
-def score(model, rollout, temperature, micro_batch_size, min_p=0.0):
+def score(model, rollout, temperature, tokens_per_microbatch, min_p=0.0):
     """token_logprobs of a whole rollout, a micro-batch at a time and without gradients."""
     logprobs = torch.zeros(rollout.mask.shape, device=rollout.mask.device)  # (B, T)
     scores = TokenScores(logprobs, logprobs.clone(), torch.zeros_like(rollout.mask))
-    for rows in micro_batches(range(len(rollout.mask)), rollout.lengths(), micro_batch_size):
+    for rows in micro_batches(range(len(rollout.mask)), rollout.lengths(), tokens_per_microbatch):
         part = rollout.part(rows)
         for whole, found in zip(scores, token_logprobs(model, part, temperature, min_p)):
             whole[rows, : part.mask.shape[1]] = found
@@ -439,7 +444,7 @@ def tokens_to_keep(policy, batch, args):
     """
     if not (args.stapo or args.top_entropy or args.bottom_entropy):
         return batch.mask
-    now = score(policy, batch, args.temperature, args.micro_batch_size, args.min_p)
+    now = score(policy, batch, args.temperature, args.tokens_per_microbatch, args.min_p)
     kept = batch.mask
     if args.stapo:
         kept = kept & stapo_mask(now.logprobs, now.entropies, batch.advantages, batch.mask, args.stapo_tau, args.stapo_quantile)
@@ -473,8 +478,10 @@ def update(policy, optimizer, rollout, tokens, args):
         if not to_update.any():
             totals["skipped_steps"] += 1
             continue
-        sums, busy = Counter(), [row for row in range(len(rows)) if to_update[row].any()]
-        for micro in micro_batches(busy, batch.lengths(), args.micro_batch_size):
+        sums, busy = Counter(), to_update.any(1).nonzero().flatten().tolist()
+        if not args.kl_coef:  # without a KL term, a response whose advantages are 0 has a gradient of exactly 0
+            busy = [row for row in busy if batch.advantages[row].any()] or busy[:1]
+        for micro in micro_batches(busy, batch.lengths(), args.tokens_per_microbatch):
             part = batch.part(micro)
             scores = token_logprobs(policy, part, args.temperature, args.min_p, with_entropy=False)
             loss, stats = policy_loss(
@@ -521,11 +528,12 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         with clock("rewarding"):  # R
             rewards = torch.tensor(judge(rollout.texts, batch, args), device=rollout.mask.device)  # (B,)
         with clock("scoring"):  # log π_old and log π_ref, before the first update
-            old = score(policy, rollout, args.temperature, args.micro_batch_size, args.min_p)
+            old = score(policy, rollout, args.temperature, args.tokens_per_microbatch, args.min_p)
             rollout.old_logprobs = old.logprobs  # (B, T)
             if reference is not None:
-                rollout.ref_logprobs = score(reference, rollout, args.temperature, args.micro_batch_size, args.min_p).logprobs
+                rollout.ref_logprobs = score(reference, rollout, args.temperature, args.tokens_per_microbatch, args.min_p).logprobs
         with clock("updating"):
+            checkpoint_gradients(policy, args.gradient_checkpointing)
             if args.advantage == "grpo":
                 advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask  # (B, T)
             else:
@@ -546,7 +554,85 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
 
 
 # ======================================================================================================
-# Plumbing from here on. Tasks: what is asked, and how an answer is judged
+# Plumbing from here on. Speed and memory: the same numbers as `generate` and a plain forward pass, for less
+# ======================================================================================================
+
+
+def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretch=32):
+    """HF `generate` for G responses to each prompt: (N, P) → the sampled ids (N·G, at most max_new_tokens).
+
+    Each prompt is read once for its whole group, and `generate` is called for a stretch of tokens at a time, after
+    which the responses that have ended leave the batch, so that nothing is computed for them while others go on.
+    """
+    end_ids = torch.tensor(settings.eos_token_id, device=prompt_ids.device)
+    ids, mask = prompt_ids.repeat_interleave(group_size, 0), prompt_mask.repeat_interleave(group_size, 0)
+    responses = torch.full((len(ids), settings.max_new_tokens), settings.pad_token_id, device=ids.device)
+    going, done = torch.arange(len(ids), device=ids.device), 0  # the rows that have not ended, the tokens they have
+    with mixed_precision(model):
+        cache = DynamicCache(config=model.config)
+        if prompt_ids.shape[1] > 1:
+            positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
+            model(input_ids=prompt_ids[:, :-1], attention_mask=prompt_mask[:, :-1], position_ids=positions[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache.batch_repeat_interleave(group_size)
+        while len(going) and done < settings.max_new_tokens:
+            settings_now = copy.copy(settings)
+            settings_now.max_new_tokens = min(stretch, settings.max_new_tokens - done)
+            found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=settings_now)
+            new = found[:, ids.shape[1] :]
+            responses[going, done : done + new.shape[1]] = new
+            done += new.shape[1]
+            on = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
+            mask = torch.cat([mask, torch.ones_like(new)], 1)[on]
+            going, ids = going[on], found[on]
+            if len(going):
+                cache.batch_select_indices(on)
+    return responses[:, :done]
+
+
+def response_states(model, rollout):
+    """The last hidden states (N, hidden size) from which each response token is predicted, and the way from them to logits.
+
+    The decoder runs without the head, so that logits can be made for a few positions at a time; where they are made
+    the model's own forward pass does it, on a decoder that hands back the given states: whatever the model does to
+    its logits (scaling, soft-capping) is kept.
+    """
+    input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)  # (B, P+T)
+    attention_mask = torch.cat([rollout.prompt_mask, rollout.mask], dim=1).long()  # (B, P+T)
+    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # positions count from the first real token
+    name = model.base_model_prefix
+    decoder = getattr(model, name)
+    with mixed_precision(model):
+        outputs = decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    start = rollout.prompt_ids.shape[1] - 1  # the state at position t speaks about token t+1
+    states = outputs.last_hidden_state[:, start:-1][rollout.mask]  # (N, hidden size)
+
+    def to_logits(states):
+        given = torch.nn.Module()
+        given.forward = lambda *inputs, **options: type(outputs)(last_hidden_state=states[None])
+        setattr(model, name, given)
+        try:
+            with mixed_precision(model):
+                return model(inputs_embeds=states[None], use_cache=False).logits[0]  # (n, V)
+        finally:
+            setattr(model, name, decoder)
+
+    return states, to_logits
+
+
+def in_chunks(function, states, ids, vocabulary_size, elements=2**25):
+    """function(states, ids) in chunks whose logits have at most so many elements, the results joined.
+
+    Where there are several chunks, each makes its logits again in the backward pass instead of keeping them.
+    """
+    size = max(1, elements // vocabulary_size)
+    again = torch.is_grad_enabled() and len(ids) > size
+    call = (lambda *parts: checkpoint(function, *parts, use_reentrant=False)) if again else function
+    found = [call(*parts) for parts in zip(states.split(size), ids.split(size))]
+    return [torch.cat(parts) for parts in zip(*found)]
+
+
+# ======================================================================================================
+# Tasks: what is asked, and how an answer is judged
 # ======================================================================================================
 
 HERE = Path(__file__).resolve().parent
@@ -567,8 +653,8 @@ class Task:
 
     reward: object  # f(completions, solution, **columns) -> list of floats, the signature that TRL uses
     solved: float  # a response counts as right when its reward is this
-    columns: tuple  # the names under which a data file may hold (question, solution)
-    difficulty: object  # row -> what the tables are split by
+    shapes: dict  # the columns a data file may have -> f(row) giving (prompt, solution); see SHAPES
+    difficulty: object  # (row, solution) -> what the tables are split by
     difficulty_name: str
     messages: object  # question -> chat messages
     opening: str  # what the assistant's turn begins with
@@ -576,12 +662,39 @@ class Task:
     eval_data: str
 
 
+# Where one of these stands in a message, a chat template has been applied already.
+CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
+
+
+class Text(str):
+    """A prompt that is used as it stands."""
+
+
+def own_prompt(prompt):
+    """Chat messages, or Text where the prompt is text or one message that holds a whole rendered chat."""
+    if isinstance(prompt, str):
+        return Text(prompt)
+    rendered = len(prompt) == 1 and any(mark in prompt[0]["content"] for mark in CHAT_MARKS)
+    return Text(prompt[0]["content"]) if rendered else prompt
+
+
+def verl_solution(row):
+    """A row of verl's parquet files holds its solution as text, or for K&K in a dictionary."""
+    truth = row["reward_model"]["ground_truth"]
+    return truth["solution_text_format"] if isinstance(truth, dict) else truth
+
+
+SHAPES = {  # any task; the prompt is then the row's own: chat messages, or text that is used as it stands
+    ("prompt", "solution"): lambda row: (own_prompt(row["prompt"]), row["solution"]),  # TRL
+    ("prompt", "reward_model"): lambda row: (own_prompt(row["prompt"]), verl_solution(row)),  # verl
+}
+
 TASKS = {
     "kk": Task(
         reward=kk_reward,
         solved=3.0,
-        columns=(("quiz", "solution_text_format"),),
-        difficulty=lambda row: str(len(row["solution_text_format"].strip().splitlines())),
+        shapes={("quiz", "solution_text_format"): lambda row: (row["quiz"], row["solution_text_format"]), **SHAPES},
+        difficulty=lambda row, solution: str(len(solution.strip().splitlines())),
         difficulty_name="people",
         messages=lambda quiz: [{"role": "system", "content": KK_SYSTEM_PROMPT}, {"role": "user", "content": quiz}],
         opening="<think>",
@@ -591,8 +704,13 @@ TASKS = {
     "math": Task(
         reward=math_reward,
         solved=1.0,
-        columns=(("problem", "answer"),),
-        difficulty=lambda row: str(row.get("level", "all")),
+        shapes={
+            ("problem", "answer"): lambda row: (row["problem"], row["answer"]),  # DeepScaleR, MATH-500
+            ("problem", "solution"): lambda row: (row["problem"], extract_boxed(row["solution"])),  # MATH
+            ("question", "answer"): lambda row: (row["question"], row["answer"].rsplit("####")[-1].strip()),  # GSM8K
+            **SHAPES,
+        },
+        difficulty=lambda row, solution: str(row.get("level", "all")),
         difficulty_name="level",
         messages=lambda problem: [{"role": "user", "content": f"{problem}\n\n{MATH_REQUEST}"}],
         opening="",
@@ -648,15 +766,19 @@ class Arguments:
     weight_decay: float = option(0.01, "optimisation", "weight decay of AdamW")
     max_grad_norm: float = option(1.0, "optimisation", "the gradient of each optimizer step is clipped to this norm")
     mini_batch_size: int = option(64, "optimisation", "responses in one optimizer step; 0 means the whole rollout batch")
-    micro_batch_size: int = option(16, "optimisation", "responses in one forward pass: changes memory and speed, not the result")
+    tokens_per_microbatch: int = option(4096, "optimisation", "tokens in one forward pass, padding included: changes memory and speed, not the result")
+    gradient_checkpointing: bool = option(False, "optimisation", "make activations again in the backward pass: less memory, a third more time")
     steps: int = option(24, "optimisation", "training steps (rollout batches); 0 means go by --epochs")
     epochs: int = option(0, "optimisation", "with --steps 0: how often to go through the training prompts")
 
     task: str = option("kk", "model and data", "what to train on: Knights and Knaves, or math with \\boxed{} answers", choices=tuple(TASKS))
-    model: str = option(str(HERE / "data" / "tiny"), "model and data", "folder or hub name of a causal language model")
-    data: str = option("", "model and data", "training rows: a jsonl, json, csv or parquet file, or a hub data set name[:configuration[:split+split]]; the task's own file by default")
+    model: str = option(str(HERE / "data" / "tiny"), "model and data", "folder or hub name of a causal language model, or random:NAME for the shape of Qwen2.5-0.5B, -1.5B, -3B or -7B with random weights")
+    data: str = option("", "model and data", "training rows: a jsonl, json, csv or parquet file, or a hub data set name[:configuration[:split+split]]; columns as in K&K, TRL, GSM8K, MATH, DeepScaleR or verl; the task's own file by default")
     eval_data: str = option("", "model and data", "evaluation rows, in the same forms")
+    reward: str = option("", "model and data", "MODULE:FUNCTION, a reward function of your own with TRL's signature f(completions, solution, **columns); the task's by default")
+    solved_reward: float = option(None, "model and data", "a response counts as right from this reward on; 3 for kk, 1 for math by default", type=float)
     people: list = option([2, 3], "model and data", "kk: numbers of people to train and evaluate on", type=int)
+    dtype: str = option("auto", "model and data", "type of the forward passes, with weights in float32 always; auto: bfloat16 on a GPU that has it", choices=("auto", "float32", "bfloat16"))
     device: str = option("auto", "model and data", "auto, cpu, cuda or mps")
 
     eval_every: int = option(0, "evaluation", "evaluate after every so many steps; 0 means before and after training only")
@@ -664,6 +786,7 @@ class Arguments:
     eval_samples: int = option(4, "evaluation", "k: sampled responses to each evaluation prompt, for avg@k and pass@k")
     eval_temperature: float = option(1.0, "evaluation", "temperature of those samples")
     eval_only: bool = option(False, "evaluation", "evaluate the model and stop")
+    benchmark: int = option(0, "evaluation", "time so many steps of GRPO and of Lopti, print a table and stop; 3 will do")
     show: int = option(0, "evaluation", "with --eval-only: print so many prompts with their responses and rewards")
 
     save_every: int = option(10, "run", "write a checkpoint after every so many steps; 0 means only when interrupted")
@@ -684,13 +807,15 @@ PRESETS = {
         "task": "kk", "model": "Qwen/Qwen2.5-3B-Instruct", "data": "K-and-K/knights-and-knaves:train:3ppl+4ppl+5ppl+6ppl+7ppl",
         "eval_data": "K-and-K/knights-and-knaves:test:3ppl+4ppl+5ppl+6ppl+7ppl", "people": [3, 4, 5, 6, 7],
         "prompts_per_step": 64, "temperature": 0.7, "max_new_tokens": 4096, "learning_rate": 1e-6, "mini_batch_size": 256,
-        "micro_batch_size": 4, "steps": 0, "epochs": 5, "eval_every": 10, "save_every": 20, "keep": 1,
+        "tokens_per_microbatch": 16384, "gradient_checkpointing": True, "sample_batch_size": 64,
+        "steps": 0, "epochs": 5, "eval_every": 10, "save_every": 20, "keep": 1,
     },
     # The paper trains Qwen2.5-7B here, with α = 0.1 or η = 0.5 but not both; 7B with AdamW in float32 needs more than 80 GB.
     "math": {
         "task": "math", "model": "Qwen/Qwen2.5-3B", "data": "agentica-org/DeepScaleR-Preview-Dataset::train",
         "eval_data": "HuggingFaceH4/MATH-500::test", "prompts_per_step": 64, "temperature": 0.7, "max_new_tokens": 4096,
-        "learning_rate": 1e-6, "mini_batch_size": 256, "micro_batch_size": 4, "steps": 0, "epochs": 5, "eval_every": 10,
+        "learning_rate": 1e-6, "mini_batch_size": 256, "tokens_per_microbatch": 16384, "gradient_checkpointing": True, "sample_batch_size": 64,
+        "steps": 0, "epochs": 5, "eval_every": 10,
         "save_every": 20, "keep": 1,
     },
 }  # fmt: skip
@@ -719,12 +844,13 @@ def build_parser():
         default = item.default if item.default is not MISSING else item.default_factory()
         flag, text = "--" + item.name.replace("_", "-"), item.metadata["help"].replace("%", "%%")
         if isinstance(default, bool):
-            group.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)
+            switchable = any(item.name in preset for preset in PRESETS.values())  # then --no-... takes it back
+            group.add_argument(flag, action=argparse.BooleanOptionalAction if switchable else "store_true", default=argparse.SUPPRESS, help=text)
             continue
         shown = " ".join(map(str, default)) if isinstance(default, list) else default
         shown = str(shown).replace(str(HERE) + "/", "")
         text += f" [{shown}]" if shown not in ("", "None") else ""
-        more = {"nargs": "+", "type": item.metadata["type"]} if isinstance(default, list) else {"type": type(default) if default is not None else str}
+        more = {"nargs": "+", "type": item.metadata["type"]} if isinstance(default, list) else {"type": type(default) if default is not None else item.metadata.get("type", str)}
         choices = item.metadata.get("choices")
         metavar = None if choices else {"float": "X", "int": "N", "str": "TEXT"}[more["type"].__name__]
         group.add_argument(flag, default=argparse.SUPPRESS, help=text, choices=choices, metavar=metavar, **more)
@@ -745,7 +871,7 @@ def parse_arguments(argv=None):
 
 # What --resume takes beside it: nothing that changes what the run means.
 FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "eval_size", "eval_samples", "eval_temperature",
-                  "micro_batch_size", "reward_timeout", "device", "quiet"}  # fmt: skip
+                  "tokens_per_microbatch", "gradient_checkpointing", "reward_timeout", "device", "quiet"}  # fmt: skip
 
 
 def resumed_arguments(given, preset=None):
@@ -777,16 +903,16 @@ def check_arguments(args):
     for name in ("temperature", "eval_temperature", "learning_rate", "clip_dual", "max_grad_norm", "reward_timeout"):
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
-    for name in ("keep", "passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "micro_batch_size"):
+    for name in ("keep", "passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "tokens_per_microbatch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     for name in ("clip_low", "clip_high", "kl_coef", "weight_decay", "steps", "epochs", "mini_batch_size", "sample_batch_size",
-                 "eval_every", "eval_size", "eval_samples", "show", "save_every"):  # fmt: skip
+                 "eval_every", "eval_size", "eval_samples", "show", "benchmark", "save_every"):  # fmt: skip
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
     if args.update_only and args.eta == 0:
         raise UserError(f"--update-only {args.update_only} needs --eta above 0 to tell the two groups apart")
-    if not (args.steps or args.epochs or args.eval_only):
+    if not (args.steps or args.epochs or args.eval_only or args.benchmark):
         raise UserError("give --steps or --epochs, or --eval-only")
 
 
@@ -835,16 +961,27 @@ def load_rows(source, task):
         raise UserError(f"cannot load the data {source}: {reason}") from error
     if not rows:
         raise UserError(f"the data {source} has no rows")
-    for question, solution in task.columns:
-        if {question, solution} <= set(rows[0]):
-            for number, row in enumerate(rows, 1):
-                if row[question] is None or row[solution] is None:
-                    raise UserError(f"row {number} of the data {source} has no {question if row[question] is None else solution}")
-            return [
-                {"question": row[question], "solution": str(row[solution]), "difficulty": task.difficulty(row)} for row in rows
-            ]
-    wanted = " or ".join(f"{question} and {solution}" for question, solution in task.columns)
+    for columns, parts_of in task.shapes.items():
+        if set(columns) <= set(rows[0]):
+            return [read_row(row, number, columns, parts_of, source, task) for number, row in enumerate(rows, 1)]
+    wanted = " or ".join(" and ".join(columns) for columns in task.shapes)
     raise UserError(f"the data {source} needs the columns {wanted}; it has {', '.join(rows[0])}")
+
+
+def read_row(row, number, columns, parts_of, source, task):
+    """One row of a data file as {question, prompt, solution, difficulty, columns}."""
+    missing = [column for column in columns if row[column] is None]
+    if missing:
+        raise UserError(f"row {number} of the data {source} has no {missing[0]}")
+    try:
+        prompt, solution = parts_of(row)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"row {number} of the data {source}: its {' and '.join(columns)} do not hold a prompt and a solution") from error
+    if solution is None:
+        raise UserError(f"row {number} of the data {source} has no solution: there is no \\boxed{{}} in its {columns[1]}")
+    question = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    others = {name: value for name, value in row.items() if name not in ("prompt", "prompts", "completions", "solution")}
+    return {"question": str(question), "prompt": prompt, "solution": str(solution), "difficulty": task.difficulty(row, str(solution)), "columns": others}
 
 
 def render_prompt(tokenizer, messages, opening):
@@ -864,7 +1001,10 @@ def load_data(args, tokenizer, say=print):
         rows = {use: [row for row in found if row["difficulty"] in sizes] for use, found in rows.items()}
     for use, found in rows.items():
         for row in found:
-            row["prompt"] = render_prompt(tokenizer, task.messages(row["question"]), task.opening)
+            if not isinstance(row["prompt"], str):  # messages of its own
+                row["prompt"] = render_prompt(tokenizer, row["prompt"], "")
+            elif not isinstance(row["prompt"], Text):  # a question
+                row["prompt"] = render_prompt(tokenizer, task.messages(row["prompt"]), task.opening)
         lengths = [len(ids) for ids in tokenizer([row["prompt"] for row in found], add_special_tokens=False)["input_ids"]] if found else []
         kept = [row for row, length in zip(found, lengths) if length <= args.max_prompt_length]
         if len(kept) < len(found):
@@ -927,13 +1067,37 @@ def time_limit(seconds):
         signal.signal(signal.SIGALRM, before)
 
 
+@functools.cache
+def load_function(place):
+    """'module:function' → the function; the module may be a file beside you (my_reward.py is my_reward:function)."""
+    module, _, name = place.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module.removesuffix(".py")), name)
+    except Exception as error:
+        raise UserError(f"--reward {place}: cannot load it ({type(error).__name__}: {error}); give MODULE:FUNCTION") from error
+    finally:
+        sys.path.remove(os.getcwd())
+
+
+def reward_function(args):
+    return load_function(args.reward) if args.reward else TASKS[args.task].reward
+
+
+def solved(args):
+    """The reward from which on a response counts as right."""
+    return TASKS[args.task].solved if args.solved_reward is None else args.solved_reward
+
+
 def judge(texts, rows, args):
     """The task's reward for each response; UserError naming function and row where it raises, hangs or miscounts."""
-    function = TASKS[args.task].reward
+    function = reward_function(args)
     name = getattr(function, "__name__", str(function))
 
     def call(texts, rows):
-        columns = {"solution": [row["solution"] for row in rows], "prompts": [row["prompt"] for row in rows]}
+        names = set.intersection(*(set(row.get("columns", {})) for row in rows))
+        columns = {name: [row["columns"][name] for row in rows] for name in sorted(names)}
+        columns |= {"solution": [row["solution"] for row in rows], "prompts": [row["prompt"] for row in rows]}
         with time_limit(args.reward_timeout):
             rewards = list(function(completions=texts, **columns))
         if len(rewards) != len(texts):
@@ -1006,7 +1170,7 @@ def evaluate(policy, tokenizer, rows, args):
                     answered[start + i // group_size].append((text, reward, length))
     table = {}
     for difficulty in sorted({row["difficulty"] for row in rows}):
-        right = [[reward >= task.solved for _, reward, _ in answered[i]] for i, row in enumerate(rows) if row["difficulty"] == difficulty]
+        right = [[reward >= solved(args) for _, reward, _ in answered[i]] for i, row in enumerate(rows) if row["difficulty"] == difficulty]
         values = {"greedy": [answers[0] for answers in right]}
         if k:
             values[f"avg@{k}"] = [sum(answers[1:]) / k for answers in right]
@@ -1038,22 +1202,25 @@ def evaluation_table(tables, difficulty_name):
 
 
 class Clock:
-    """Seconds per phase: `with clock("sampling"): ...`."""
+    """Seconds and peak memory per phase: `with clock("sampling"): ...`."""
 
     def __init__(self):
-        self.seconds = {}
+        self.seconds, self.memory = {}, {}
 
     @contextmanager
     def __call__(self, phase):
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+        self.seconds[phase] = time.perf_counter() - started
+        self.memory[phase] = peak_memory_gib()
 
 
 def peak_memory_gib():
-    """Peak memory so far: of the GPU where there is one, else of this process; None where the system cannot say."""
+    """Peak memory: of the GPU since the phase began, or of this process since its start; None where the system cannot say."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     try:
@@ -1073,7 +1240,7 @@ def step_metrics(step, rollout, rewards, entropies, stats, clock, args):
         "reward": rewards.mean().item(),
         "reward_std": deviations.mean().item(),
         "frac_reward_zero_std": (deviations == 0).float().mean().item(),
-        "accuracy": (rewards >= TASKS[args.task].solved).float().mean().item(),
+        "accuracy": (rewards >= solved(args)).float().mean().item(),
         "completions/mean_length": lengths.mean().item(),
         "completions/min_length": lengths.min().item(),
         "completions/max_length": lengths.max().item(),
@@ -1095,7 +1262,9 @@ def step_metrics(step, rollout, rewards, entropies, stats, clock, args):
     for phase, seconds in clock.seconds.items():
         metrics[f"seconds/{phase}"] = round(seconds, 4)
         metrics[f"tokens_per_second/{phase}"] = round(tokens / seconds, 1) if seconds else None
-    metrics["peak_memory_gib"] = peak_memory_gib()
+        metrics[f"peak_memory_gib/{phase}"] = clock.memory[phase]
+    metrics["peak_memory_gib"] = max((found for found in clock.memory.values() if found), default=None)
+    metrics |= {"rollout/tokens": tokens, "rollout/tokens_with_prompts": int(rollout.lengths().sum())}
     return metrics
 
 
@@ -1312,9 +1481,20 @@ def choose_device(name):
 
 
 def mixed_precision(model):
-    """On a GPU forward passes run in bfloat16; the weights that AdamW updates stay float32."""
-    device = model.device.type
-    return torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
+    """Forward passes in bfloat16 where load_model was told so; the weights that AdamW updates stay float32."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=getattr(model, "forward_dtype", None) == torch.bfloat16)
+
+
+def checkpoint_gradients(model, on):
+    """Keep one activation a layer and make the others again in the backward pass: less memory, a third more time.
+
+    Only the layers themselves are put in training mode, on which transformers' switch depends; dropout stays off.
+    """
+    if on:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.training = on
 
 
 def printable(text):
@@ -1322,19 +1502,61 @@ def printable(text):
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def load_model(name, device, trust_remote_code=False):
-    """Model (float32, in evaluation mode) and tokenizer of a folder or hub name."""
-    folder = Path(name)
+# The shapes of Qwen2.5, for --model random:NAME: (hidden size, MLP size, layers, heads, key-value heads, tied embeddings).
+RANDOM_SHAPES = {
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, True),
+    "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, True),
+    "Qwen2.5-3B": (2048, 11008, 36, 16, 2, True),
+    "Qwen2.5-7B": (3584, 18944, 28, 28, 4, False),
+}
+
+
+def random_model(shape, tokenizer):
+    """A model of a known shape with random weights, that reads with the bundled tokenizer: for measuring, not for answers."""
+    if shape not in RANDOM_SHAPES:
+        raise UserError(f"--model random:{shape}: the shapes are {', '.join(RANDOM_SHAPES)}")
+    hidden, mlp, layers, heads, key_value_heads, tied = RANDOM_SHAPES[shape]
+    config = transformers.Qwen2Config(
+        vocab_size=152064 if shape.endswith("7B") else 151936, hidden_size=hidden, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=key_value_heads, tie_word_embeddings=tied, max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6}, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def load_model(name, device, trust_remote_code=False, dtype="auto"):
+    """Model (weights in float32, in evaluation mode) and tokenizer of a folder, a hub name or random:SHAPE.
+
+    `dtype` is that of the forward passes: auto takes bfloat16 on a GPU that has it, else float32.
+    """
+    folder, device = Path(name), torch.device(device)
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"the model folder {name} holds no weights (*.safetensors)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        if name.startswith("random:"):
+            tokenizer = AutoTokenizer.from_pretrained(HERE / "data" / "tiny")
+            with device:
+                model = random_model(name.removeprefix("random:"), tokenizer)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot load the model {name}: {' '.join(str(error).split())[:300]}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    model.forward_dtype = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16) else torch.float32
     return model.to(device).eval(), tokenizer
+
+
+def make_reference(policy, args):
+    """π_ref, the policy as it starts, in the type of the forward passes; None where β = 0."""
+    return copy.deepcopy(policy).to(policy.forward_dtype).requires_grad_(False) if args.kl_coef else None
+
+
+def make_optimizer(policy, args):
+    return torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=policy.device.type != "mps")
 
 
 def show_responses(rows, answered, count):
@@ -1347,7 +1569,8 @@ def show_responses(rows, answered, count):
 
 def run_command(args):
     task, device = TASKS[args.task], choose_device(args.device)
-    policy, tokenizer = load_model(args.model, device, args.trust_remote_code)
+    reward_function(args)  # a wrong name should not wait for the model to load
+    policy, tokenizer = load_model(args.model, device, args.trust_remote_code, args.dtype)
     train_rows, eval_rows = load_data(args, tokenizer)
     if args.eval_only:
         table, answered = evaluate(policy, tokenizer, eval_rows, args)
@@ -1355,11 +1578,12 @@ def run_command(args):
             show_responses(eval_rows, answered, args.show)
         print("\n" + evaluation_table({"": table}, task.difficulty_name))
         return 0
+    if args.benchmark:
+        return benchmark(policy, tokenizer, train_rows, args)
     if not args.steps:
         args.steps = max(1, args.epochs * len(train_rows) // args.prompts_per_step)
     torch.manual_seed(args.seed)
-    reference = copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None  # π_ref: the policy as it starts
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    reference, optimizer = make_reference(policy, args), make_optimizer(policy, args)
     run = Run(args)
     if args.resume:
         run.load_checkpoint(policy, optimizer)
@@ -1374,6 +1598,43 @@ def run_command(args):
         saved = run.checkpoints()
         print(f"\nstopped at once; {saved[-1].name if saved else 'the beginning'} is where --resume {run.folder} continues", file=sys.stderr)
     return 128 + run.stop_signal
+
+
+def benchmark(policy, tokenizer, train_rows, args):
+    """Time a few steps of GRPO and of Lopti from the same weights, and print one table: the median of each phase."""
+    methods = {"GRPO": replace(args, eta=0.0), "Lopti": replace(args, eta=args.eta or 0.5)}
+    start = {name: value.to("cpu", copy=True) for name, value in policy.state_dict().items()}
+    parameters = sum(parameter.numel() for parameter in policy.parameters())
+    results = {}
+    for name, args in methods.items():
+        policy.load_state_dict(start)
+        torch.manual_seed(args.seed)
+        with tempfile.TemporaryDirectory() as folder:
+            args = replace(args, steps=args.benchmark + 1, eval_every=0, save_every=0, output=folder, name=name, quiet=True)
+            run = Run(args)
+            train(policy, make_reference(policy, args), tokenizer, make_optimizer(policy, args), train_rows, [], run, args)
+            steps = run.read_lines("metrics.jsonl")[1:]  # the first step warms up
+        results[name] = {key: statistics.median(step[key] for step in steps) for key in steps[0] if key.startswith("seconds/")}
+        results[name] |= {key: max(step[key] or 0 for step in steps) for key in steps[0] if key.startswith("peak_memory")}
+        for key in ("rollout/tokens", "rollout/tokens_with_prompts"):
+            results[name][key] = statistics.median(step[key] for step in steps)
+    passes = {"scoring": 2 * (1 + bool(args.kl_coef)), "updating": 6}  # operations per parameter and token
+    print(f"\n{args.model} with {parameters / 1e6:,.1f} million parameters on {policy.device} ({policy.forward_dtype}): ", end="")
+    print(f"{args.prompts_per_step} prompts x {args.group_size} responses, median of {args.benchmark} steps after one to warm up\n")
+    print(f"{'method':<8}{'phase':<12}{'seconds':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'peak GiB':>10}")
+    for name, found in results.items():
+        tokens, whole = found["rollout/tokens"], 0.0
+        for phase in ("sampling", "rewarding", "scoring", "updating"):
+            seconds = found[f"seconds/{phase}"]
+            whole += seconds
+            operations = passes.get(phase, 0) * (2 if name == "Lopti" and phase == "updating" else 1) * parameters * found["rollout/tokens_with_prompts"]
+            speed = f"{operations / seconds / 1e12:.2f}" if operations else ""
+            print(f"{name:<8}{phase:<12}{seconds:>9.3f}{tokens / seconds:>11,.0f}{speed:>9}{found[f'peak_memory_gib/{phase}']:>10.2f}")
+        print(f"{name:<8}{'whole step':<12}{whole:>9.3f}{tokens / whole:>11,.0f}{'':>9}{found['peak_memory_gib']:>10.2f}")
+    ratio = results["Lopti"]["seconds/updating"] / results["GRPO"]["seconds/updating"]
+    print(f"\nLopti's update takes {ratio:.2f} times GRPO's. tokens/s counts response tokens; TFLOP/s counts 2 operations per parameter")
+    print("and token in a forward pass, 4 in a backward pass, on prompts and responses, without padding and recomputation.")
+    return 0
 
 
 def train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
@@ -1416,8 +1677,8 @@ def main(argv=None):
         return 130
     except torch.OutOfMemoryError:
         print(
-            f"lopti.py: out of memory on {args.device} (at most {peak_memory_gib() or 0:.1f} GiB were in use): lower --micro-batch-size "
-            f"(now {args.micro_batch_size}), --sample-batch-size (now {args.sample_batch_size or args.prompts_per_step * args.group_size}) "
+            f"lopti.py: out of memory on {args.device} (at most {peak_memory_gib() or 0:.1f} GiB were in use): lower --tokens-per-microbatch "
+            f"(now {args.tokens_per_microbatch}), --sample-batch-size (now {args.sample_batch_size or args.prompts_per_step * args.group_size}) "
             f"or --max-new-tokens (now {args.max_new_tokens})", file=sys.stderr,
         )  # fmt: skip
     return 2

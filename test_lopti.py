@@ -25,7 +25,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test a
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel,
+    GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+)  # fmt: skip
 
 import lopti
 import rewards
@@ -94,7 +97,7 @@ def random_rollout(model, seed=0, batch=12, prompt=7, response=9):
 def random_batch(model, seed=0, group_size=4, min_p=0.0):
     """A rollout with log-probabilities and advantages: what one training step hands to `update`."""
     rollout = random_rollout(model, seed)
-    rollout.old_logprobs = lopti.score(model, rollout, 1.0, 5, min_p).logprobs
+    rollout.old_logprobs = lopti.score(model, rollout, 1.0, 60, min_p).logprobs
     rewards = torch.randn(len(rollout.mask), generator=torch.Generator().manual_seed(seed))
     rollout.advantages = lopti.group_advantages(rewards, group_size)[:, None] * rollout.mask
     noise = torch.randn(rollout.mask.shape, generator=torch.Generator().manual_seed(seed + 1)) * 0.3
@@ -361,7 +364,7 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, gpt2):
     """Padded, batched and micro-batched, against each response alone, token by token, without any padding."""
     model = gpt2 if name == "gpt2" else random_model()
     rollout = random_rollout(model)
-    logprobs, entropies, safe = lopti.score(model, rollout, temperature, 5)
+    logprobs, entropies, safe = lopti.score(model, rollout, temperature, 60)
     assert torch.equal(safe, rollout.mask)
     assert logprobs.dtype == torch.float32
     assert (logprobs[~rollout.mask] == 0).all() and (entropies[~rollout.mask] == 0).all()
@@ -374,6 +377,94 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, gpt2):
             distribution = logits[len(prompt) + t - 1].softmax(-1)  # what was known before token t
             assert logprobs[i, t].item() == pytest.approx(distribution[token].log().item(), abs=2e-5)
             assert entropies[i, t].item() == pytest.approx(-(distribution * distribution.log()).sum().item(), abs=2e-5)
+
+
+OTHER_MODELS = {  # what a model may do between its last hidden state and its logits, and with the end of a sequence
+    "tied embeddings": lambda small: Qwen2ForCausalLM(Qwen2Config(**small, tie_word_embeddings=True)),
+    "several ends": lambda small: Qwen2ForCausalLM(Qwen2Config(**{**small, "eos_token_id": [1, 40, 41]})),
+    "soft-capping and sliding windows": lambda small: Gemma2ForCausalLM(Gemma2Config(**small, head_dim=16, final_logit_softcapping=3.0, sliding_window=4)),
+    "logits scaled up": lambda small: CohereForCausalLM(CohereConfig(**small, logit_scale=1.7)),
+    "logits scaled down": lambda small: GraniteForCausalLM(GraniteConfig(**small, logits_scaling=2.5)),
+}
+
+
+@pytest.fixture(scope="module", params=OTHER_MODELS)
+def other_model(request):
+    torch.manual_seed(0)
+    small = {"vocab_size": 171, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
+    model = OTHER_MODELS[request.param](small)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(6)
+    return model.eval()
+
+
+def test_chunked_logits_against_the_plain_forward_pass(other_model, monkeypatch):
+    """Logits for 3 positions at a time: log-probabilities, entropies and every gradient of the model called as it is."""
+    rollout, size = random_rollout(other_model), len(random_rollout(other_model).prompt_ids[0])
+    mask = torch.cat([rollout.prompt_mask, rollout.mask], 1).long()
+    logits = other_model(torch.cat([rollout.prompt_ids, rollout.response_ids], 1), attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+    distribution = (logits[:, size - 1 : -1] / 0.7).log_softmax(-1)
+    logprobs = distribution.gather(-1, rollout.response_ids[..., None])[..., 0]
+    entropies = -(distribution.exp() * distribution).sum(-1).detach()
+    weight = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(0)) * rollout.mask
+
+    def gradient(values):
+        other_model.zero_grad()
+        (values * weight).sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in other_model.parameters()])
+
+    expected = gradient(logprobs)
+    calls, in_chunks = [], lopti.in_chunks
+    monkeypatch.setattr(lopti, "in_chunks", lambda function, *rest, vocabulary_size: in_chunks(
+        lambda *parts: calls.append(len(parts[0])) or function(*parts), *rest, vocabulary_size, elements=3 * 171))  # fmt: skip
+    scores = lopti.token_logprobs(other_model, rollout, 0.7)
+    assert max(calls) == 3 and len(calls) == math.ceil(rollout.mask.sum() / 3)
+    assert torch.allclose(scores.logprobs[rollout.mask], logprobs[rollout.mask], atol=1e-5)
+    assert torch.allclose(scores.entropies[rollout.mask], entropies[rollout.mask], atol=1e-5)
+    found = gradient(scores.logprobs)
+    assert expected.norm() > 1 and (found - expected).norm() <= 1e-5 * expected.norm()
+    assert len(calls) == 2 * math.ceil(rollout.mask.sum() / 3)  # made again, not kept
+
+
+def test_sampling_in_stretches_against_generate(other_model, tokenizer):
+    """Greedy, left-padded, in groups, ended responses leaving: the ids that one plain call of `generate` gives."""
+    prompts = ["Zoey is a knight or Liam is a knave. So who is a knight and who is a knave?", "Lily", "Liam is a knave"]
+    encoded = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+    ends = lopti.end_token_ids(other_model, tokenizer)
+    settings = lopti.GenerationConfig(max_new_tokens=30, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    plain = other_model.generate(**encoded, generation_config=settings)[:, encoded["input_ids"].shape[1] :]
+    plain = plain.repeat_interleave(2, 0)
+    for stretch in (1, 7, 100):
+        with torch.no_grad():
+            found = lopti.generate_groups(other_model, encoded["input_ids"], encoded["attention_mask"], 2, settings, stretch)
+        mask, _ = lopti.response_mask(plain, ends)
+        assert torch.equal(found[:, : plain.shape[1]][mask], plain[mask]) and found.shape[1] == plain.shape[1]
+        assert (found[~mask] == 0).all()
+
+
+def test_responses_that_end_leave_the_batch(tokenizer):
+    """However long the others go on, no forward pass is made for a response that ended in an earlier stretch."""
+    model, rows = random_model(), []
+    with torch.no_grad():
+        for weights in model.model.layers.parameters():
+            weights.zero_()  # the next token depends on the last one alone
+    forward = model.model.forward
+    model.model.forward = lambda *inputs, **options: rows.append(len(options["input_ids"])) or forward(*inputs, **options)
+    torch.manual_seed(0)
+    rollout = lopti.sample(model, tokenizer, ["Lily"] * 3 + ["Liam said"], group_size=20, max_new_tokens=96, temperature=5.0)
+    lengths = rollout.mask.sum(1)
+    assert rows[0] == 4 and rows[1] == 80  # the prompts once each, then all responses
+    for number, count in enumerate(rows[1:]):
+        assert count == (lengths > number // 32 * 32).sum() or number // 32 == 0
+    assert 0 < rows[-1] < 80
+
+
+def test_micro_batches_by_tokens():
+    lengths = torch.tensor([9, 2, 5, 30, 2, 4])
+    assert lopti.micro_batches(range(6), lengths, 12) == [[1, 4, 5], [2], [0], [3]]
+    assert lopti.micro_batches([0, 2], lengths, 1000) == [[2, 0]] and lopti.micro_batches([], lengths, 5) == []
 
 
 def test_trimming_keeps_every_token():
@@ -495,11 +586,11 @@ def high_tokens(rollout):
     return lopti.split_tokens(rollout.old_logprobs, rollout.mask, ETA)[1]
 
 
-def gradient_of_update(micro_batch_size=100, tokens=lambda rollout: rollout.mask, **settings):
+def gradient_of_update(tokens_per_microbatch=1000, tokens=lambda rollout: rollout.mask, **settings):
     """The gradient of one optimizer step (SGD, learning rate 1: the weights move by it), and the statistics."""
     model = random_model()
     rollout, before = random_batch(model, min_p=settings.get("min_p", 0.0)), weights(model)
-    args = Arguments(**{"micro_batch_size": micro_batch_size, "mini_batch_size": 0, "max_grad_norm": 1e9, "kl_coef": 0.1, **settings})
+    args = Arguments(**{"tokens_per_microbatch": tokens_per_microbatch, "mini_batch_size": 0, "max_grad_norm": 1e9, "kl_coef": 0.1, **settings})
     stats = lopti.update(model, torch.optim.SGD(model.parameters(), lr=1.0), rollout, tokens(rollout), args)
     return before - weights(model), stats
 
@@ -507,13 +598,42 @@ def gradient_of_update(micro_batch_size=100, tokens=lambda rollout: rollout.mask
 @pytest.mark.parametrize("settings", [{}, {"stapo": True, "stapo_tau": 0.01}, {"top_entropy": 0.2}, {"min_p": 0.1}])
 @pytest.mark.parametrize("tokens", [lambda rollout: rollout.mask, low_tokens], ids=["all", "low"])
 def test_gradient_does_not_depend_on_the_micro_batch_size(tokens, settings):
-    whole, whole_stats = gradient_of_update(100, tokens, **settings)
+    whole, whole_stats = gradient_of_update(1000, tokens, **settings)
     assert whole.norm() > 1e-3
-    for size in (1, 5):
+    for size in (1, 60):  # one response at a time; five or so
         gradient, stats = gradient_of_update(size, tokens, **settings)
         assert (gradient - whole).norm() <= 1e-5 * whole.norm()
         for name in stats:
             assert stats[name] == pytest.approx(whole_stats[name], rel=1e-4, abs=1e-6)
+
+
+def test_responses_without_advantage_are_skipped_where_that_is_exact(monkeypatch):
+    """β = 0: two of the three groups have equal rewards, and their forward passes are saved; with β > 0 none are."""
+    seen, original = [], lopti.token_logprobs
+
+    def counting(model, rollout, *rest, **options):
+        seen.append(len(rollout.mask))
+        return original(model, rollout, *rest, **options)
+
+    def gradient(kl_coef, busy_rows):
+        model, rollout = random_model(), random_batch(random_model())
+        rollout.advantages[:8] = 0
+        rollout.ref_logprobs = rollout.old_logprobs - 0.5 if kl_coef else None
+        before = weights(model)
+        monkeypatch.setattr(lopti, "token_logprobs", counting)
+        seen.clear()
+        stats = lopti.update(model, torch.optim.SGD(model.parameters(), lr=1.0), rollout, rollout.mask, Arguments(mini_batch_size=0, kl_coef=kl_coef, max_grad_norm=1e9))
+        monkeypatch.undo()
+        assert sum(seen) == busy_rows and stats["optimizer_steps"] == 1
+        return before - weights(model), rollout
+
+    found, rollout = gradient(0.0, 4)
+    gradient(0.1, 12)
+    model = random_model()
+    loss, _ = lopti.policy_loss(lopti.token_logprobs(model, rollout, 1.0).logprobs, rollout.old_logprobs, rollout.advantages, rollout.mask, kl_coef=0.0)
+    loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_both_stages_divide_by_all_response_tokens():
@@ -1358,6 +1478,141 @@ def test_every_file_format(tokenizer, tmp_path, suffix):
     assert all(row["solution"] == rows[0]["solution_text_format"] and row["difficulty"] == "2" for row in found)
 
 
+VERL_CHAT = "<|im_start|>system\nThink.<|im_end|>\n<|im_start|>user\nWho is a knave?<|im_end|>\n<|im_start|>assistant\n<think>"
+ROWS = [  # task, a row as its data set has it, the prompt's text, the solution
+    ("kk", {"quiz": "Who?", "solution_text_format": "(1) Lily is a knave"}, None, "(1) Lily is a knave"),
+    ("kk", {"prompt": [{"role": "user", "content": VERL_CHAT}], "reward_model": {"style": "rule", "ground_truth": {"solution_text_format": "(1) Lily is a knave"}}},
+     VERL_CHAT, "(1) Lily is a knave"),
+    ("kk", {"prompt": [{"role": "user", "content": "Who?"}], "solution": "(1) Lily is a knave"}, "<|user|>Who?<|assistant|>", "(1) Lily is a knave"),
+    ("math", {"prompt": "1 + 1 =", "solution": "2"}, "1 + 1 =", "2"),
+    ("math", {"prompt": [{"role": "user", "content": "What is 1 + 1?"}], "reward_model": {"ground_truth": "2", "style": "rule"}}, "<|user|>What is 1 + 1?<|assistant|>", "2"),
+    ("math", {"question": "How many?", "answer": "She has <<1+1=2>>2.\n#### 1,002"}, None, "1,002"),
+    ("math", {"problem": "What is 1 + 1?", "answer": "2", "solution": "It is clear."}, None, "2"),
+    ("math", {"problem": "Halve 1.", "solution": "So it is $\\boxed{\\frac{1}{2}}$.", "level": "Level 3"}, None, "\\frac{1}{2}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("task, row, prompt, solution", ROWS)
+def test_every_shape_of_row(tokenizer, tmp_path, suffix, task, row, prompt, solution):
+    """The shapes of K&K, TRL, verl, GSM8K, DeepScaleR and MATH, from a file to a prompt and what the reward is given."""
+    import datasets
+
+    data, path = datasets.Dataset.from_list([row]), str(tmp_path / f"rows.{suffix}")
+    (data.to_json if suffix == "jsonl" else data.to_parquet)(path)
+    args = Arguments(task=task, people=[1], data=path, eval_data=path, eval_only=True)
+    training, (found,) = lopti.load_data(args, tokenizer, lambda text: None)
+    assert not training  # the same row: it cannot be trained on and evaluated on
+    if prompt is None:
+        expected = lopti.TASKS[task].messages(next(iter(row.values())))
+        prompt = lopti.render_prompt(tokenizer, expected, lopti.TASKS[task].opening)
+    assert found["prompt"] == prompt and found["solution"] == solution
+    assert found["difficulty"] == ("1" if task == "kk" else row.get("level", "all"))
+    answer = f"</think><answer>{solution}</answer>" if task == "kk" else f"\\boxed{{{solution}}}"
+    opening = "" if prompt.endswith("<think>") else "<think>"
+    assert lopti.judge([opening + answer], [found], args) == [lopti.TASKS[task].solved]
+
+
+def test_real_files_of_every_shape(tokenizer):
+    folder = SHARED / "data"
+    if not folder.exists():
+        pytest.skip("the real data is not here")
+    qwen = AutoTokenizer.from_pretrained(TINY)
+    for name, task, count in (("kk_3ppl.jsonl", "kk", 900), ("gsm8k.jsonl", "math", None), ("math.jsonl", "math", None), ("verl_kk.parquet", "kk", 100), ("verl_math.parquet", "math", 200)):
+        args = Arguments(task=task, people=[3], data=str(folder / name), max_prompt_length=10**6)
+        training, _ = lopti.load_data(args, qwen, lambda text: None)
+        assert training and (count is None or len(training) <= count)
+        texts = [f"</think><answer>{row['solution']}</answer>" if task == "kk" else f"\\boxed{{{row['solution']}}}" for row in training]
+        rewards_given = lopti.judge(texts, training, args)
+        assert sum(reward == lopti.TASKS[task].solved for reward in rewards_given) >= 0.99 * len(training), name
+        assert all(row["prompt"].count("<|im_start|>assistant") <= 1 and row["prompt"].count("<|assistant|>") <= 1 for row in training)
+
+
+def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
+    """It gets every column of the data, as in TRL."""
+    (tmp_path / "mine.py").write_text("def f(completions, solution, colour, prompts, **columns):\n    return [len(c) + len(k) for c, k in zip(completions, colour)]\n")
+    monkeypatch.chdir(tmp_path)
+    args = Arguments(reward="mine:f", solved_reward=6.0)
+    rows = [{"prompt": "p", "solution": "s", "columns": {"colour": "red", "size": 1}}, {"prompt": "p", "solution": "s", "columns": {"colour": "blue"}}]
+    assert lopti.judge(["ab", "ab"], rows, args) == [5.0, 6.0] and lopti.solved(args) == 6.0
+    for wrong in ("mine:g", "nothing_there:f", "mine"):
+        with pytest.raises(lopti.UserError, match="give MODULE:FUNCTION"):
+            lopti.reward_function(Arguments(reward=wrong))
+
+
+# ---------------------------------------------------------------------------------------------- memory and precision
+
+
+def test_float32_weights_learn_where_bfloat16_weights_do_not():
+    """AdamW at learning rate 1e-6 moves a weight of size 1 by 1e-6: bfloat16 rounds that away, float32 does not."""
+    moved = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = random_model().to(dtype)
+        for parameter in model.parameters():
+            parameter.data.fill_(1.0)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        lopti.make_optimizer(model, Arguments(learning_rate=1e-6, weight_decay=0.0)).step()
+        moved[dtype] = max((parameter - 1).abs().max().item() for parameter in model.parameters())
+    assert moved[torch.float32] == pytest.approx(1e-6, rel=0.1) and moved[torch.bfloat16] == 0.0
+
+
+def test_bfloat16_is_for_forward_passes_only():
+    """--dtype bfloat16: other log-probabilities, near the float32 ones; weights, gradients and π_ref as they should be."""
+    model, _ = lopti.load_model(str(TINY), torch.device("cpu"), dtype="bfloat16")
+    rollout = random_rollout(model)
+    rough = lopti.token_logprobs(model, rollout, 1.0).logprobs
+    rough.sum().backward()
+    model.forward_dtype = torch.float32
+    exact = lopti.token_logprobs(model, rollout, 1.0).logprobs
+    assert rough.dtype == torch.float32 and not torch.equal(rough, exact)
+    assert (rough - exact)[rollout.mask].abs().mean() < 0.1
+    assert {parameter.dtype for parameter in model.parameters()} | {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    model.forward_dtype = torch.bfloat16
+    assert {parameter.dtype for parameter in lopti.make_reference(model, Arguments()).parameters()} == {torch.bfloat16}
+    assert lopti.make_reference(model, Arguments(kl_coef=0.0)) is None
+    assert lopti.load_model(str(TINY), torch.device("cpu"))[0].forward_dtype == torch.float32
+
+
+def test_gradient_checkpointing_changes_memory_not_gradients(gpt2):
+    """The same gradient, by two forward passes of each layer; dropout stays off, and sampling is not touched."""
+    for model in (random_model(), gpt2.eval()):
+        rollout, gradients, calls = random_rollout(model), [], []
+        layer = next(module for name, module in model.named_modules() if name.endswith(".0.mlp"))
+        handle = layer.register_forward_pre_hook(lambda *inputs: calls.append(1))
+        for on in (False, True):
+            model.zero_grad()
+            lopti.checkpoint_gradients(model, on)
+            lopti.token_logprobs(model, rollout, 1.0).logprobs.sum().backward()
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        handle.remove()
+        assert len(calls) == 3  # once, and with checkpointing twice
+        assert torch.allclose(*gradients, rtol=1e-5, atol=1e-6) and gradients[0].norm() > 1
+        assert not any(module.training for module in model.modules() if isinstance(module, torch.nn.Dropout))
+        model.eval()
+        model.gradient_checkpointing_disable()
+
+
+def test_random_shapes_have_the_parameters_of_qwen(tokenizer):
+    """Counted without weights: 0.494, 1.544, 3.086 and 7.616 billion, as the model cards say."""
+    for name, billions in (("Qwen2.5-0.5B", 0.494), ("Qwen2.5-1.5B", 1.544), ("Qwen2.5-3B", 3.086), ("Qwen2.5-7B", 7.616)):
+        with torch.device("meta"):
+            model = lopti.random_model(name, tokenizer)
+        assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.001)
+    with pytest.raises(lopti.UserError, match="the shapes are Qwen2.5-0.5B"):
+        lopti.random_model("Qwen9", tokenizer)
+
+
+def test_benchmark_prints_grpo_beside_lopti(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert lopti.main(["--benchmark", "1", "--prompts-per-step", "2", "--group-size", "4", "--max-new-tokens", "20"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if line.startswith(("GRPO", "Lopti "))]
+    assert [row[0] for row in rows] == ["GRPO"] * 5 + ["Lopti"] * 5
+    assert all(float(row[2 + (row[1] == "whole")]) > 0 for row in rows if row[1] != "rewarding")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_data_set_with_configurations_and_splits(tmp_path):
     """The form in which the hub holds the paper's data: name:configuration:split+split."""
     for people in (3, 4):
@@ -1431,7 +1686,7 @@ def test_prompts_come_in_whole_rounds():
         (("--group-size", "1"), "--group-size must be at least 2"),
         (("--data", "nowhere.jsonl"), "there is no data file nowhere.jsonl"),
         (("--data", "{empty}"), "is empty"),
-        (("--data", "{columns}"), "needs the columns quiz and solution_text_format; it has colour, size"),
+        (("--data", "{columns}"), "needs the columns quiz and solution_text_format or prompt and solution or prompt and reward_model; it has colour, size"),
         (("--data", "{broken}"), "cannot load the data"),
         (("--data", "{holes}"), "row 2 of the data"),
         (("--model", "{weightless}"), "holds no weights"),
@@ -1821,7 +2076,7 @@ def test_out_of_memory_names_three_flags(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(lopti, "sample", full)
     error = message_of(capsys, *SMALL, "--output", tmp_path)
-    for words in ("--micro-batch-size (now 16)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
+    for words in ("--tokens-per-microbatch (now 4096)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
         assert words in error
 
 
