@@ -193,15 +193,6 @@ def entropy(logits):
     return torch.cat(found).view(logits.shape[:-1])
 
 
-def safe_vocabulary(logits, min_p):
-    """V_safe = {a : π(a) ≥ ρ·max_b π(b)} with ρ = min_p, as a mask: (..., V) → (..., V).
-
-    Dynamic vocabulary pruning (arXiv 2512.23087). Only its abstract was at hand: min-p, and ρ = e^-13 = 2.3e-6, are
-    our reading of it. Sampling uses HF's own min_p, the same rule on the same tempered logits.
-    """
-    return logits >= logits.max(-1, keepdim=True).values + math.log(min_p)
-
-
 def micro_batches(rows, lengths, tokens):
     """Cut rows into lists of similar length, each of at most `tokens` tokens with its padding (but never empty)."""
     batches = []
@@ -244,22 +235,6 @@ def group_advantages(rewards, group_size):
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return advantages.masked_fill(all_equal, 0.0).view(-1)
-
-
-def reinforce_pp_advantages(rewards, mask):
-    """REINFORCE++: each token gets its response's reward, whitened over all response tokens. (B,), (B, T) → (B, T)
-
-    Â = (R - mean)/sqrt(var + 1e-8), mean and unbiased variance over the tokens in `mask`, so that long responses
-    count for more; no group, no discount. Exactly 0 where all rewards are equal, and outside the mask.
-
-    >>> reinforce_pp_advantages(torch.tensor([1., 0.]), torch.tensor([[True, True], [True, False]]))
-    tensor([[ 0.5774,  0.5774],
-            [-1.1547, -0.0000]])
-    """
-    values = rewards[:, None].expand(mask.shape)[mask]  # (number of response tokens,)
-    if (values == values[0]).all():
-        return torch.zeros_like(rewards)[:, None] * mask
-    return (rewards[:, None] - values.mean()) / (values.var() + 1e-8).sqrt() * mask
 
 
 def reweight_advantages(advantages, old_logprobs, alpha):
@@ -308,7 +283,7 @@ def update_stages(low, high, mask, *, eta, order="low-high", update_only=None, p
 
 
 # ======================================================================================================
-# 5. The loss (Eq. 1) and what each token weighs in its gradient (Eq. 2)
+# 5. The loss (Eq. 1)
 # ======================================================================================================
 
 
@@ -366,97 +341,8 @@ def policy_loss(
     return loss, {name: float(value) for name, value in stats.items()}
 
 
-def gradient_weight(
-    logprobs, old_logprobs, advantages, *, ref_logprobs=None, clip_low=0.2, clip_high=0.24, clip_dual=10.0, kl_coef=0.001
-):
-    """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, T) → (B, T)
-
-        w = r·Â·1[trust] + β·π_ref/π_θ - β
-
-    1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of `kl_estimate`.
-    Training does not call this (autograd does the work); reading and testing do.
-    """
-    ratio = (logprobs - old_logprobs).exp()
-    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
-    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
-    weight = ratio * advantages * trusted
-    if ref_logprobs is not None and kl_coef:
-        difference = ref_logprobs - logprobs
-        inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
-        weight = weight + kl_coef * (difference.exp() - 1) * inside
-    return weight
-
-
-def logit_gradient_norm(logits, ids):
-    """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²) at logits z (..., V) for tokens j = ids (...): Prop. 4.2's core."""
-    probabilities = logits.softmax(-1)
-    gradient = torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities  # ∇_z log π_j = e_j - π
-    return gradient.norm(dim=-1)
-
-
-def logit_gradient_bounds(probabilities, vocabulary_size):
-    """sqrt(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ sqrt(2)·(1-π): Prop. 4.2, N the vocabulary size. Returns (lower, upper).
-
-    This is why unlikely tokens dominate: at π = 0.01 the gradient is about a hundred times that at π = 0.99.
-    """
-    room = 1 - probabilities
-    return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room
-
-
 # ======================================================================================================
-# 6. The later treatments: which tokens of a mini-batch to keep, by the policy as it is now
-# ======================================================================================================
-
-
-def stapo_mask(logprobs, entropies, advantages, mask, tau_p=0.002, quantile=0.75):
-    """STAPO (arXiv 2602.15620): the tokens to keep, all but the spurious ones. All tensors are (B, T).
-
-    Spurious is a token with Â > 0, π < τ_p and H < τ_h: rewarded, unlikely, and where the policy was sure of
-    something else. τ_h is the `quantile` of H among the tokens with π < τ_p and Â > 0.
-    """
-    candidates = mask & (advantages > 0) & (logprobs.exp() < tau_p)
-    if not candidates.any():
-        return mask
-    tau_h = entropies[candidates].quantile(quantile)
-    return mask & ~(candidates & (entropies < tau_h))
-
-
-def entropy_mask(entropies, mask, rho, lowest=False):
-    """80/20 (arXiv 2506.01939): keep the share ρ of the response tokens with the highest entropy. (B, T) → (B, T)
-
-    `lowest` keeps the share ρ with the lowest instead, for the paper's ablation: with 0.8 exactly the tokens that
-    0.2 leaves out.
-
-    >>> entropy_mask(torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]]), torch.ones(1, 5, dtype=torch.bool), rho=0.2)
-    tensor([[False,  True, False, False, False]])
-    """
-    values = entropies[mask].sort(descending=True).values
-    count = len(values) - round(rho * len(values)) if lowest else round(rho * len(values))  # how many are on top
-    threshold = values[count - 1] if count else math.inf
-    return mask & ((entropies < threshold) if lowest else (entropies >= threshold))
-
-
-def tokens_to_keep(policy, batch, args):
-    """The tokens (B, T) of a mini-batch that STAPO and 80/20 leave to the update; all of them where both are off.
-
-    They go by the current policy, and their quantiles by the whole mini-batch: hence a forward pass of its own,
-    without which the result would depend on the micro-batch size.
-    """
-    if not (args.stapo or args.top_entropy or args.bottom_entropy):
-        return batch.mask
-    now = score(policy, batch, args.temperature, args.tokens_per_microbatch, args.min_p)
-    kept = batch.mask
-    if args.stapo:
-        kept = kept & stapo_mask(now.logprobs, now.entropies, batch.advantages, batch.mask, args.stapo_tau, args.stapo_quantile)
-    if args.top_entropy:
-        kept = kept & entropy_mask(now.entropies, batch.mask, args.top_entropy)
-    if args.bottom_entropy:
-        kept = kept & entropy_mask(now.entropies, batch.mask, args.bottom_entropy, lowest=True)
-    return kept
-
-
-# ======================================================================================================
-# 7. The update: mini-batches (one optimizer step each) of micro-batches (as many as memory asks for)
+# 6. The update: mini-batches (one optimizer step each) of micro-batches (as many as memory asks for)
 # ======================================================================================================
 
 
@@ -507,7 +393,7 @@ def update(policy, optimizer, rollout, tokens, args):
 
 
 # ======================================================================================================
-# 8. The algorithm
+# 7. The algorithm
 # ======================================================================================================
 
 
@@ -551,6 +437,126 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         if args.eval_every and step % args.eval_every == 0 and step < args.steps:
             run.write_evaluation(step, evaluate(policy, tokenizer, eval_rows, args)[0])
         run.end_step(metrics, policy, tokenizer, optimizer)
+
+
+# ======================================================================================================
+# 8. The later treatments: REINFORCE++, which tokens of a mini-batch to keep by the policy as it is now, and
+# the safe vocabulary
+# ======================================================================================================
+
+
+def reinforce_pp_advantages(rewards, mask):
+    """REINFORCE++: each token gets its response's reward, whitened over all response tokens. (B,), (B, T) → (B, T)
+
+    Â = (R - mean)/sqrt(var + 1e-8), mean and unbiased variance over the tokens in `mask`, so that long responses
+    count for more; no group, no discount. Exactly 0 where all rewards are equal, and outside the mask.
+
+    >>> reinforce_pp_advantages(torch.tensor([1., 0.]), torch.tensor([[True, True], [True, False]]))
+    tensor([[ 0.5774,  0.5774],
+            [-1.1547, -0.0000]])
+    """
+    values = rewards[:, None].expand(mask.shape)[mask]  # (number of response tokens,)
+    if (values == values[0]).all():
+        return torch.zeros_like(rewards)[:, None] * mask
+    return (rewards[:, None] - values.mean()) / (values.var() + 1e-8).sqrt() * mask
+
+
+def stapo_mask(logprobs, entropies, advantages, mask, tau_p=0.002, quantile=0.75):
+    """STAPO (arXiv 2602.15620): the tokens to keep, all but the spurious ones. All tensors are (B, T).
+
+    Spurious is a token with Â > 0, π < τ_p and H < τ_h: rewarded, unlikely, and where the policy was sure of
+    something else. τ_h is the `quantile` of H among the tokens with π < τ_p and Â > 0.
+    """
+    candidates = mask & (advantages > 0) & (logprobs.exp() < tau_p)
+    if not candidates.any():
+        return mask
+    tau_h = entropies[candidates].quantile(quantile)
+    return mask & ~(candidates & (entropies < tau_h))
+
+
+def entropy_mask(entropies, mask, rho, lowest=False):
+    """80/20 (arXiv 2506.01939): keep the share ρ of the response tokens with the highest entropy. (B, T) → (B, T)
+
+    `lowest` keeps the share ρ with the lowest instead, for the paper's ablation: with 0.8 exactly the tokens that
+    0.2 leaves out.
+
+    >>> entropy_mask(torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]]), torch.ones(1, 5, dtype=torch.bool), rho=0.2)
+    tensor([[False,  True, False, False, False]])
+    """
+    values = entropies[mask].sort(descending=True).values
+    count = len(values) - round(rho * len(values)) if lowest else round(rho * len(values))  # how many are on top
+    threshold = values[count - 1] if count else math.inf
+    return mask & ((entropies < threshold) if lowest else (entropies >= threshold))
+
+
+def tokens_to_keep(policy, batch, args):
+    """The tokens (B, T) of a mini-batch that STAPO and 80/20 leave to the update; all of them where both are off.
+
+    They go by the current policy, and their quantiles by the whole mini-batch: hence a forward pass of its own,
+    without which the result would depend on the micro-batch size.
+    """
+    if not (args.stapo or args.top_entropy or args.bottom_entropy):
+        return batch.mask
+    now = score(policy, batch, args.temperature, args.tokens_per_microbatch, args.min_p)
+    kept = batch.mask
+    if args.stapo:
+        kept = kept & stapo_mask(now.logprobs, now.entropies, batch.advantages, batch.mask, args.stapo_tau, args.stapo_quantile)
+    if args.top_entropy:
+        kept = kept & entropy_mask(now.entropies, batch.mask, args.top_entropy)
+    if args.bottom_entropy:
+        kept = kept & entropy_mask(now.entropies, batch.mask, args.bottom_entropy, lowest=True)
+    return kept
+
+
+def safe_vocabulary(logits, min_p):
+    """V_safe = {a : π(a) ≥ ρ·max_b π(b)} with ρ = min_p, as a mask: (..., V) → (..., V).
+
+    Dynamic vocabulary pruning (arXiv 2512.23087). Only its abstract was at hand: min-p, and ρ = e^-13 = 2.3e-6, are
+    our reading of it. Sampling uses HF's own min_p, the same rule on the same tempered logits.
+    """
+    return logits >= logits.max(-1, keepdim=True).values + math.log(min_p)
+
+
+# ======================================================================================================
+# 9. To read and to test, not called in training: what each token weighs in the gradient (Eq. 2, Prop. 4.2)
+# ======================================================================================================
+
+
+def gradient_weight(
+    logprobs, old_logprobs, advantages, *, ref_logprobs=None, clip_low=0.2, clip_high=0.24, clip_dual=10.0, kl_coef=0.001
+):
+    """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, T) → (B, T)
+
+        w = r·Â·1[trust] + β·π_ref/π_θ - β
+
+    1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of `kl_estimate`.
+    Training does not call this (autograd does the work); reading and testing do.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
+    weight = ratio * advantages * trusted
+    if ref_logprobs is not None and kl_coef:
+        difference = ref_logprobs - logprobs
+        inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
+        weight = weight + kl_coef * (difference.exp() - 1) * inside
+    return weight
+
+
+def logit_gradient_norm(logits, ids):
+    """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²) at logits z (..., V) for tokens j = ids (...): Prop. 4.2's core."""
+    probabilities = logits.softmax(-1)
+    gradient = torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities  # ∇_z log π_j = e_j - π
+    return gradient.norm(dim=-1)
+
+
+def logit_gradient_bounds(probabilities, vocabulary_size):
+    """sqrt(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ sqrt(2)·(1-π): Prop. 4.2, N the vocabulary size. Returns (lower, upper).
+
+    This is why unlikely tokens dominate: at π = 0.01 the gradient is about a hundred times that at π = 0.99.
+    """
+    room = 1 - probabilities
+    return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room
 
 
 # ======================================================================================================

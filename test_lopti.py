@@ -66,7 +66,7 @@ def tokenizer():
 def random_model(seed=0, **changes):
     """A small Llama with random weights over the bundled vocabulary; large weights, so that π is far from uniform."""
     torch.manual_seed(seed)
-    settings = {"vocab_size": 171, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    settings = {"vocab_size": 273, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
     for parameter in model.parameters():
@@ -351,7 +351,7 @@ def test_logit_gradient_against_autograd_and_bounds():
 def gpt2():
     """A model with learnt absolute positions: there wrong position ids are badly wrong. Dropout is on."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=171, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, eos_token_id=1, bos_token_id=1))
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=273, n_positions=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5, eos_token_id=1, bos_token_id=1))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data.mul_(5)
@@ -391,7 +391,7 @@ OTHER_MODELS = {  # what a model may do between its last hidden state and its lo
 @pytest.fixture(scope="module", params=OTHER_MODELS)
 def other_model(request):
     torch.manual_seed(0)
-    small = {"vocab_size": 171, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    small = {"vocab_size": 273, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 2, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}  # fmt: skip
     model = OTHER_MODELS[request.param](small)
     for parameter in model.parameters():
@@ -418,7 +418,7 @@ def test_chunked_logits_against_the_plain_forward_pass(other_model, monkeypatch)
     expected = gradient(logprobs)
     calls, in_chunks = [], lopti.in_chunks
     monkeypatch.setattr(lopti, "in_chunks", lambda function, *rest, vocabulary_size: in_chunks(
-        lambda *parts: calls.append(len(parts[0])) or function(*parts), *rest, vocabulary_size, elements=3 * 171))  # fmt: skip
+        lambda *parts: calls.append(len(parts[0])) or function(*parts), *rest, vocabulary_size, elements=3 * 273))  # fmt: skip
     scores = lopti.token_logprobs(other_model, rollout, 0.7)
     assert max(calls) == 3 and len(calls) == math.ceil(rollout.mask.sum() / 3)
     assert torch.allclose(scores.logprobs[rollout.mask], logprobs[rollout.mask], atol=1e-5)
@@ -509,9 +509,9 @@ def test_samples_come_from_the_scored_distribution(tokenizer):
     model, temperature = random_model(), 0.7
     torch.manual_seed(0)
     rollout = lopti.sample(model, tokenizer, ["Lily said"], group_size=4000, max_new_tokens=1, temperature=temperature)
-    counts = torch.bincount(rollout.response_ids[:, 0], minlength=171).double()
-    probe = rollout.part([0] * 171)
-    probe.response_ids = torch.arange(171)[:, None]
+    counts = torch.bincount(rollout.response_ids[:, 0], minlength=273).double()
+    probe = rollout.part([0] * 273)
+    probe.response_ids = torch.arange(273)[:, None]
     probabilities = lopti.token_logprobs(model, probe, temperature).logprobs[:, 0].double().exp()
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-4)
     common = probabilities > 0.002
@@ -748,7 +748,7 @@ def test_entropy_mask_by_hand():
 
 def test_entropy_in_chunks(monkeypatch):
     """Against -Σ p log p in float64; many chunks and one give the same."""
-    logits = torch.randn(3, 50, 171) * 4
+    logits = torch.randn(3, 50, 273) * 4
     probabilities = logits.double().softmax(-1)
     expected = -(probabilities * probabilities.log()).sum(-1)
     assert torch.allclose(lopti.entropy(logits).double(), expected, atol=1e-5)
@@ -764,7 +764,7 @@ def test_entropy_in_chunks(monkeypatch):
 def test_min_p_by_hand(temperature, min_p):
     """Temperature first, then the cut, then a softmax over what is left; tokens outside are told, not scored."""
     model = random_model()
-    rollout = random_rollout(model)
+    rollout = random_rollout(model, seed=1)  # with seed 0 one probability lies within 1e-7 of the threshold
     scores = lopti.score(model, rollout, temperature, 5, min_p)
     outside = 0
     for i in range(len(rollout.mask)):
@@ -790,12 +790,12 @@ def test_min_p_samples_come_from_the_scored_distribution(tokenizer):
     torch.manual_seed(0)
     rollout = lopti.sample(model, tokenizer, ["Lily said"], group_size=3000, max_new_tokens=1, temperature=temperature, min_p=min_p)
     assert lopti.score(model, rollout, temperature, 1000, min_p).safe.all()
-    probe = rollout.part([0] * 171)
-    probe.response_ids = torch.arange(171)[:, None]
+    probe = rollout.part([0] * 273)
+    probe.response_ids = torch.arange(273)[:, None]
     scores = lopti.token_logprobs(model, probe, temperature, min_p)
     expected = scores.logprobs[:, 0].exp() * scores.safe[:, 0]
     assert expected.sum().item() == pytest.approx(1, abs=1e-4) and 2 < scores.safe.sum() < 100
-    counts = torch.bincount(rollout.response_ids[:, 0], minlength=171) / 3000
+    counts = torch.bincount(rollout.response_ids[:, 0], minlength=273) / 3000
     assert (counts - expected).abs().max() < 5 * (expected.max() / 3000).sqrt()
 
 

@@ -1,21 +1,23 @@
 """Make the bundled policy data/tiny from nothing: its tokenizer, its weights, its generation settings.
 
-    python data/pretrain.py                                       # writes data/tiny again: an hour on 2 CPU cores
+    python data/pretrain.py                                       # writes data/tiny again: 45 minutes on 2 CPU cores
     python data/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
 
-Stage `solve`: next-token prediction on worked solutions of random puzzles (and some arithmetic), the puzzles and
-problems of the committed files left out. Stage `arithmetic`: two batches in three are arithmetic. Stage `practice`: mostly puzzles of 2 and 3 people again.
-Stage `careless`: a
-few hundred steps on worked solutions in which every verdict is flipped with a small probability. That leaves a
-policy that knows how to solve a puzzle (greedy decoding is often right) but slips when it samples, which is what
-reinforcement learning from rewards can improve.
+Next-token prediction on worked solutions of random puzzles and problems, those of the committed files left out, in
+four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is written. `solve`: more of them, and
+arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on worked solutions in which every verdict is flipped with a small
+probability. That leaves a policy that knows how to solve a puzzle (greedy decoding is often right) but slips when it
+samples, which is what reinforcement learning from rewards can improve.
 """
 
 import argparse
+import itertools
 import json
 import math
+import os
 import random
 import sys
+import tempfile
 import time
 from ast import literal_eval
 from pathlib import Path
@@ -29,7 +31,7 @@ import puzzles
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from lopti import MATH_REQUEST  # noqa: E402  the prompts of training must be those of pretraining
+from lopti import MATH_REQUEST, TASKS, render_prompt  # noqa: E402  the prompts of training must be those of pretraining
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -45,9 +47,9 @@ CHAT_TEMPLATE = (
 
 # ---------------------------------------------------------------------------------------------- tokenizer
 
-# One token per word, number sign or digit. White space is never a token: the decoder puts it back by rule.
+# One token per word, number sign or digit, and one for a name with its supposed role. White space is never a token: the decoder puts it back by rule.
 # Quotation marks that close are tokens of their own (`,"` `."` `".` `" -`), so that a lone `"` always opens.
-TOKEN_PATTERN = r"""</?(?:think|answer)>|\\[a-z]+|\(\d\)|,"|\."|"\.|" -|'s|[A-Za-z]+|\d|[^\sA-Za-z\d]"""
+TOKEN_PATTERN = r"""</?(?:think|answer)>|[A-Z][a-z]+-(?:knight|knave)|\\[a-z]+|\(\d\)|,"|\."|"\.|" -|'s|[A-Za-z]+|\d|[^\sA-Za-z\d]"""
 SPACING = (  # applied in this order to the tokens joined by single spaces: (pattern, what replaces the match)
     (r""" (?=[.,?:)}{]|"\.|" -|'s)""", ""),  # nothing before closing punctuation or an opening brace
     (r"""(?<=[({]) """, ""),
@@ -55,7 +57,7 @@ SPACING = (  # applied in this order to the tokens joined by single spaces: (pat
     (r"""(?<=\d) (?=\d)""", ""),  # digits make numbers
     (r"""(?<=\d\.) (?=\d)""", ""),
     (r""" (?=\(\d\)|</think>|</?answer>|Suppose )""", "\n"),
-    (r""" (?=[A-Z][a-z]+: [A-Z])""", "\n"),  # a worked solution takes a line for each claim
+    (r""" (?=[A-Z][a-z]+-(?:knight|knave): )""", "\n"),  # a worked solution takes a line for each claim
 )
 
 
@@ -66,6 +68,7 @@ def words_to_cover():
     texts = [puzzles.OPENING, puzzles.QUESTION, "You meet inhabitants:", *puzzles.NAMES, *TAGS, MATH_REQUEST]
     texts += [attribution.format(name="Zoey", claim=puzzles.claim_text(claim, ["Zoey", "Liam"]))
               for attribution in puzzles.ATTRIBUTIONS for claim in claims]  # fmt: skip
+    texts += [f"{name}-knight {name}-knave" for name in puzzles.NAMES]
     texts += ["Suppose true false iff so ok contradiction", "What is The answer is", r"\frac \boxed", "+ - = * /"]
     texts += ["0 1 2 3 4 5 6 7 8 9", "(1) (2) (3) (4) (5) (6) (7) (8)", "( ) { } . , : ? ! ; -"]
     return texts
@@ -99,28 +102,28 @@ def build_tokenizer():
 # ---------------------------------------------------------------------------------------------- examples
 
 
-def random_example(rng, people_weights, error_rate, math_share, math_error_rate, held_out):
-    """(prompt text, response text) of one random puzzle or problem that is in none of the committed files."""
+def random_example(tokenizer, rng, people_weights, error_rate, held_out):
+    """(prompt text, response text) of one random puzzle, or problem where `people_weights` is None; never a committed one."""
     while True:
-        if rng.random() < math_share:
+        if people_weights is None:
             problem, parts = arithmetic.generate_problem(rng, rng.randint(1, 3))
-            if problem["problem"] in held_out:
-                continue
-            prompt = f"<|user|>{problem['problem']}\n\n{MATH_REQUEST}<|assistant|>"
-            return prompt, arithmetic.worked_solution(rng, parts, math_error_rate) + "<|end|>"
-        people = rng.choices(list(people_weights), list(people_weights.values()))[0]
-        puzzle = puzzles.generate_puzzle(rng, people)
-        if puzzle["quiz"] in held_out:
+            task, question = TASKS["math"], problem["problem"]
+        else:
+            puzzle = puzzles.generate_puzzle(rng, rng.choices(list(people_weights), list(people_weights.values()))[0])
+            task, question = TASKS["kk"], puzzle["quiz"]
+        if question in held_out:
             continue
-        claims = literal_eval(puzzle["statements"])
-        solution = puzzles.worked_solution(rng, puzzle["names"], claims, error_rate)
-        return f"<|user|>{puzzle['quiz']}<|assistant|><think>", solution + "<|end|>"
+        if people_weights is None:
+            response = arithmetic.worked_solution(rng, parts, error_rate)
+        else:
+            response = puzzles.worked_solution(rng, puzzle["names"], literal_eval(puzzle["statements"]), error_rate)
+        return render_prompt(tokenizer, task.messages(question), task.opening), response + tokenizer.eos_token
 
 
 def batches(tokenizer, rng, tokens_per_batch, max_tokens=640, pool=2048, **settings):
     """Endless (input_ids, labels) of about tokens_per_batch tokens; examples of like length share a batch."""
     while True:
-        examples = [random_example(rng, **settings) for _ in range(pool)]
+        examples = [random_example(tokenizer, rng, **settings) for _ in range(pool)]
         prompts = tokenizer([prompt for prompt, _ in examples], add_special_tokens=False)["input_ids"]
         responses = tokenizer([response for _, response in examples], add_special_tokens=False)["input_ids"]
         rows = sorted(((p, r) for p, r in zip(prompts, responses) if len(p) + len(r) <= max_tokens), key=lambda row: len(row[0]) + len(row[1]))
@@ -144,14 +147,21 @@ def batches(tokenizer, rng, tokens_per_batch, max_tokens=640, pool=2048, **setti
 # ---------------------------------------------------------------------------------------------- training
 
 
+def average_gradients(model):
+    """One gradient from those of all processes."""
+    flat = torch.nn.utils.parameters_to_vector([parameter.grad for parameter in model.parameters()])
+    torch.distributed.all_reduce(flat)
+    torch.nn.utils.vector_to_parameters(flat / torch.distributed.get_world_size(), [parameter.grad for parameter in model.parameters()])
+
+
 def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_every=300, folder=None):
     """AdamW on the response tokens, learning rate up over `warmup` steps and down along a cosine to a tenth."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    first = torch.distributed.get_rank() == 0
     started, tokens = time.time(), 0
     for step in range(1, steps + 1):
         decay = 0.55 + 0.45 * math.cos(math.pi * max(0, step - warmup) / max(1, steps - warmup))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, step / warmup) * decay
+        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, step / warmup) * decay
         input_ids, labels = next(stream)
         kept = labels[:, 1:] != -100
         with torch.autocast("cpu", torch.bfloat16):  # a third faster on processors that have bf16; weights stay float32
@@ -160,72 +170,84 @@ def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_
         loss = torch.nn.functional.cross_entropy(logits.float(), labels[:, 1:][kept])
         optimizer.zero_grad()
         loss.backward()
+        average_gradients(model)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        tokens += input_ids.numel()
-        if step % log_every == 0:
+        tokens += input_ids.numel() * torch.distributed.get_world_size()
+        if first and step % log_every == 0:
             seconds = time.time() - started
             print(f"{name} step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s  {tokens / seconds:.0f} tokens/s", flush=True)
-        if folder is not None and (step % save_every == 0 or step == steps):
+        if first and folder is not None and (step % save_every == 0 or step == steps):
             model.save_pretrained(folder)
 
 
-STAGES = ("solve", "arithmetic", "practice", "careless")
-
-
-def solve_stream(rng, tokenizer, steps, **common):
-    """Short puzzles in small batches first, for they teach the format soonest; then everything."""
-    settings = {"error_rate": 0.0, "math_error_rate": 0.0, "math_share": 0.15, **common}
-    lessons = [
-        (0.22, batches(tokenizer, rng, 6000, people_weights={2: 1.0}, **settings)),
-        (0.5, batches(tokenizer, rng, 6000, people_weights={2: 0.5, 3: 0.5}, **settings)),
-        (1.0, batches(tokenizer, rng, 12000, people_weights={2: 0.2, 3: 0.35, 4: 0.25, 5: 0.2}, **settings)),
-    ]
-    return (next(next(lesson for until, lesson in lessons if step < until * steps)) for step in range(steps))
-
-
-def mixed_stream(rng, tokenizer, puzzle_share, people_weights, error_rate, math_error_rate, held_out):
+def mixed(coin, puzzle_share, quizzes, problems):
     """Batches of puzzles with probability `puzzle_share`, else of arithmetic: its short rows would drown in a common pool."""
-    settings = {"people_weights": people_weights, "error_rate": error_rate, "math_error_rate": math_error_rate, "held_out": held_out}
-    quizzes = batches(tokenizer, rng, 8000, math_share=0.0, **settings)
-    problems = batches(tokenizer, rng, 3000, math_share=1.0, pool=512, **settings)
     while True:
-        yield next(quizzes if rng.random() < puzzle_share else problems)
+        yield next(quizzes if coin.random() < puzzle_share else problems)
+
+
+def lessons(stage, steps, tokenizer, rng, coin, tokens, held_out, error_rate, math_error_rate):
+    """The batches of a stage, of about `tokens` tokens (half as many in arithmetic)."""
+
+    def quizzes(people_weights, error_rate=0.0):
+        return batches(tokenizer, rng, tokens, people_weights=people_weights, error_rate=error_rate, held_out=held_out)
+
+    def problems(error_rate=0.0):
+        return batches(tokenizer, rng, tokens // 2, people_weights=None, error_rate=error_rate, held_out=held_out, pool=512)
+
+    if stage == "format":
+        return itertools.chain(itertools.islice(quizzes({2: 1.0}), steps // 2), quizzes({2: 0.5, 3: 0.5}))
+    if stage == "solve":
+        return mixed(coin, 0.7, quizzes({2: 0.3, 3: 0.6, 4: 0.1}), problems())
+    if stage == "arithmetic":
+        return mixed(coin, 0.25, quizzes({2: 0.3, 3: 0.6, 4: 0.1}), problems())
+    return mixed(coin, 2 / 3, quizzes({2: 0.4, 3: 0.5, 4: 0.1}, error_rate), problems(math_error_rate))
+
+
+STAGES = {"format": (1.5e-3, 200), "solve": (1e-3, 50), "arithmetic": (1e-3, 50), "careless": (4e-4, 20)}  # name -> highest learning rate, warm-up
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=HERE / "tiny")
-    parser.add_argument("--stage", choices=STAGES, default="solve", help="the stage to begin with")
+    parser.add_argument("--stage", choices=STAGES, default="format", help="the stage to begin with")
     parser.add_argument("--start", type=Path, help="the model folder to begin a later stage from")
-    parser.add_argument("--solve-steps", type=int, default=3600)
-    parser.add_argument("--arithmetic-steps", type=int, default=1600)
-    parser.add_argument("--practice-steps", type=int, default=1200)
-    parser.add_argument("--careless-steps", type=int, default=400)
-    parser.add_argument("--error-rate", type=float, default=0.06, help="careless: probability that a verdict is flipped")
+    parser.add_argument("--format-steps", type=int, default=800)
+    parser.add_argument("--solve-steps", type=int, default=1500)
+    parser.add_argument("--arithmetic-steps", type=int, default=2000)
+    parser.add_argument("--careless-steps", type=int, default=250)
+    parser.add_argument("--error-rate", type=float, default=0.08, help="careless: probability that a verdict is flipped")
     parser.add_argument("--math-error-rate", type=float, default=0.15, help="careless: probability of a slip in arithmetic")
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--rope-theta", type=float, default=10000.0, help="base of the rotary positions; smaller looks closer by")
+    parser.add_argument("--tokens", type=int, default=6000, help="tokens in a step, of all processes together")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="of one thread each: faster than one process with as many threads")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.stage != "format" and not args.start:
+        parser.error(f"--stage {args.stage} needs --start FOLDER")
+    with tempfile.TemporaryDirectory() as meeting_point:
+        torch.multiprocessing.spawn(work, (args, f"file://{meeting_point}/processes"), args.processes)
 
+
+def work(rank, args, meeting_point):
+    """What each process does: the same steps on other puzzles, with gradients averaged over all."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=args.processes)
     torch.manual_seed(args.seed)
-    rng = random.Random(args.seed + 1)  # the committed files are made with seed 0
+    rng, coin = random.Random(args.seed + 1 + 1000 * rank), random.Random(args.seed)  # the committed files are made with seed 0
     tokenizer = build_tokenizer()
     held_out = set()
     for name, column in (("kk_train", "quiz"), ("kk_test", "quiz"), ("math_train", "problem"), ("math_test", "problem")):
-        held_out |= {json.loads(line)[column] for line in open(HERE / f"{name}.jsonl", encoding="utf-8")}
-    if args.stage == "solve":
+        held_out |= {json.loads(line)[column] for line in (HERE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()}
+    if args.stage == "format":
         config = LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=args.hidden_size,
-            intermediate_size=3 * args.hidden_size,
-            num_hidden_layers=args.layers,
-            num_attention_heads=args.heads,
-            num_key_value_heads=args.heads,
-            rope_parameters={"rope_type": "default", "rope_theta": args.rope_theta},
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=4,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # a small base: what matters is close by
             max_position_embeddings=2048,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -233,33 +255,22 @@ def main():
             pad_token_id=tokenizer.pad_token_id,
         )
         model = LlamaForCausalLM(config)
-    elif args.start:
-        model = LlamaForCausalLM.from_pretrained(args.start)
     else:
-        parser.error(f"--stage {args.stage} needs --start FOLDER")
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
-
-    def scratch(stage):
-        folder = args.output.with_name(f"{args.output.name}-{stage}")
-        tokenizer.save_pretrained(folder)
-        return folder
-
-    ahead = STAGES[STAGES.index(args.stage) :]
-    if "solve" in ahead:
-        stream = solve_stream(rng, tokenizer, args.solve_steps, held_out=held_out)
-        train(model, stream, args.solve_steps, 1.5e-3, 200, "solve", folder=scratch("solver"))
-    if "arithmetic" in ahead:
-        stream = mixed_stream(rng, tokenizer, 1 / 3, {2: 0.25, 3: 0.4, 4: 0.2, 5: 0.15}, 0.0, 0.0, held_out)
-        train(model, stream, args.arithmetic_steps, 1e-3, 50, "arithmetic", folder=scratch("arithmetic"))
-    if "practice" in ahead:
-        stream = mixed_stream(rng, tokenizer, 5 / 6, {2: 0.3, 3: 0.5, 4: 0.1, 5: 0.1}, 0.0, 0.0, held_out)
-        train(model, stream, args.practice_steps, 1e-3, 50, "practice", folder=scratch("practice"))
-    stream = mixed_stream(rng, tokenizer, 2 / 3, {2: 0.4, 3: 0.5, 4: 0.05, 5: 0.05}, args.error_rate, args.math_error_rate, held_out)
-    train(model, stream, args.careless_steps, 4e-4, 20, "careless")
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model.save_pretrained(args.output)
-    tokenizer.save_pretrained(args.output)
-    print(f"saved {args.output}")
+        model = LlamaForCausalLM.from_pretrained(args.start)
+    if rank == 0:
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+    for stage in list(STAGES)[list(STAGES).index(args.stage) :]:
+        steps = getattr(args, f"{stage}_steps")
+        stream = lessons(stage, steps, tokenizer, rng, coin, args.tokens // args.processes, held_out, args.error_rate, args.math_error_rate)
+        # what a stage leaves is kept beside the output, to try the next one again from there
+        folder = args.output if stage == "careless" else args.output.with_name(f"{args.output.name}-{stage}")
+        if rank == 0:
+            tokenizer.save_pretrained(folder)
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        train(model, stream, steps, *STAGES[stage], stage, folder=folder)
+    if rank == 0:
+        print(f"saved {args.output}")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -123,13 +123,13 @@ def generate_puzzle(rng, people):
 def worked_solution(rng, names, claims, error_rate=0.0):
     """Reason in the open: suppose roles, check the claims in turn, and on a contradiction suppose something else.
 
-    Each fact is written as *subject, supposed role, claimed role, verdict*, so that every verdict follows from the
-    words right before it, and the latest role after a name is always the one supposed. That is what makes the format
-    learnable by a policy of a million parameters:
+    A supposed role is written as one word with the name, and each fact as *subject, supposed role, claimed role,
+    verdict*: every verdict follows from the words right before it, and what is supposed of a person can be copied
+    whole. That is what makes the format learnable by a policy of a million parameters:
 
-        Suppose Lily knight Sofia knave
-        Lily: Sofia knave knave true knight ok
-        Sofia: Lily knight knave false or Sofia knave knight false so false knave ok
+        Suppose Lily-knight Sofia-knave
+        Lily-knight: Sofia Sofia-knave knave true knight ok
+        Sofia-knave: Lily Lily-knight knave false or Sofia Sofia-knave knight false so false knave ok
 
     The first supposition is a guess. The next one agrees with every claim that has failed so far and changes as
     few roles as it can. With `error_rate` > 0 each verdict is flipped with that probability and the reasoning
@@ -145,16 +145,16 @@ def worked_solution(rng, names, claims, error_rate=0.0):
         return "true" if truth else "false"
 
     def check_fact(atom, roles):
-        """('lying', 1) → the words 'Sofia knight knave false' where she is supposed a knight, and the verdict."""
+        """('lying', 1) → the words 'Sofia Sofia-knight knave false' where she is supposed a knight, and the verdict."""
         claimed, supposed = atom[0] == "telling-truth", roles[atom[1]]
         truth = verdict(claimed == supposed)
-        return f"{names[atom[1]]} {role(supposed)} {role(claimed)} {word(truth)}", truth
+        return f"{names[atom[1]]} {names[atom[1]]}-{role(supposed)} {role(claimed)} {word(truth)}", truth
 
     untried = list(product([True, False], repeat=len(names)))
     failed, lines = set(), []
     roles = rng.choice(untried)
     while True:
-        lines.append("Suppose " + " ".join(f"{name} {role(is_knight)}" for name, is_knight in zip(names, roles)))
+        lines.append("Suppose " + " ".join(f"{name}-{role(is_knight)}" for name, is_knight in zip(names, roles)))
         contradiction = None
         for speaker, claim in enumerate(claims):
             if claim[0] == "not":  # 'not a knight' is said more shortly as 'a knave'
@@ -166,7 +166,8 @@ def worked_solution(rng, names, claims, error_rate=0.0):
             else:
                 checked, truth = check_fact(claim, roles)
             consistent = verdict(truth == roles[speaker])
-            lines.append(f"{names[speaker]}: {checked} {role(roles[speaker])} {'ok' if consistent else 'contradiction'}")
+            supposed = role(roles[speaker])
+            lines.append(f"{names[speaker]}-{supposed}: {checked} {supposed} {'ok' if consistent else 'contradiction'}")
             if not consistent:
                 contradiction = speaker
                 break
