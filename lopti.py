@@ -768,7 +768,7 @@ class Arguments:
     max_new_tokens: int = option(200, "sampling", "longest response, in tokens")
     sample_batch_size: int = option(0, "sampling", "responses generated at a time; 0 means all at once")
 
-    learning_rate: float = option(2e-4, "optimisation", "constant learning rate of AdamW")
+    learning_rate: float = option(1e-4, "optimisation", "constant learning rate of AdamW")
     weight_decay: float = option(0.01, "optimisation", "weight decay of AdamW")
     max_grad_norm: float = option(1.0, "optimisation", "the gradient of each optimizer step is clipped to this norm")
     mini_batch_size: int = option(64, "optimisation", "responses in one optimizer step; 0 means the whole rollout batch")
@@ -1189,17 +1189,17 @@ def evaluate(policy, tokenizer, rows, args):
 
 
 def evaluation_table(tables, difficulty_name):
-    """The evaluations {title: table} as text, one row for each difficulty, a 95 % interval after each mean."""
+    """The evaluations {title: table} as text: a row for each measure and difficulty, a 95 % interval after each mean."""
     first = next(iter(tables.values()))
-    measures = [name for name in next(iter(first.values())) if name not in ("length", "prompts")]
-    columns = [f"{measure} {title}".strip() for measure in measures for title in tables]
-    lines = [f"{difficulty_name:<8}{'prompts':>8}  " + "".join(f"{column:>21}" for column in columns)]
-    for difficulty in first:
-        cells = [tables[title][difficulty][measure] for measure in measures for title in tables]
-        lines.append(f"{difficulty:<8}{first[difficulty]['prompts']:>8}  " + "".join(f"{f'{m:.2f} [{low:.2f}, {high:.2f}]':>21}" for m, low, high in cells))
-    means = [sum(tables[title][d][measure][0] for d in first) / len(first) for measure in measures for title in tables]
-    lines.append(f"{'mean':<8}{sum(first[d]['prompts'] for d in first):>8}  " + "".join(f"{f'{mean:.2f}':<14}".rjust(21) for mean in means))
-    return "\n".join(lines)
+    lines = [f"{'':<8}{difficulty_name:>8}{'prompts':>9}" + "".join(f"{title:>21}" for title in tables)]
+    for measure in (name for name in next(iter(first.values())) if name not in ("length", "prompts")):
+        for number, difficulty in enumerate(first):
+            cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in (table[difficulty][measure] for table in tables.values())]
+            lines.append(f"{'' if number else measure:<8}{difficulty:>8}{first[difficulty]['prompts']:>9}" + "".join(f"{cell:>21}" for cell in cells))
+        if len(first) > 1:
+            means = [sum(row[measure][0] for row in table.values()) / len(table) for table in tables.values()]
+            lines.append(f"{'':<8}{'mean':>8}{sum(row['prompts'] for row in first.values()):>9}" + "".join(f"{mean:>8.2f}{'':13}" for mean in means))
+    return "\n".join(lines).rstrip()
 
 
 # ======================================================================================================

@@ -36,7 +36,7 @@ METHODS = {  # name in tables -> flags; everything else, the clip and β too, is
 }
 
 PLANS = {  # name -> list of (method, seed, flags of the plan)
-    "default": [(method, seed, []) for method in list(METHODS)[:4] for seed in (0, 1, 2)]
+    "default": [(method, seed, []) for seed in (0, 1, 2) for method in list(METHODS)[:4]]
     + [(method, 0, []) for method in list(METHODS)[4:]],
 }
 
@@ -124,7 +124,7 @@ def main():
     parser.add_argument("--table", action="store_true", help="print the table of what is there and stop")
     args = parser.parse_args()
     done = {(line["method"], line["seed"]) for line in read_lines(RESULTS / f"{args.plan}.jsonl")}
-    todo = sorted((entry for entry in PLANS[args.plan] if entry[:2] not in done), key=lambda entry: entry[1])  # seed by seed
+    todo = [entry for entry in PLANS[args.plan] if entry[:2] not in done]
     if args.list:
         for method, seed, flags in todo:
             print(" ".join(command_of(["python", "lopti.py"], args.plan, method, seed, flags, args.work)[1]))
