@@ -1362,6 +1362,31 @@ def test_committed_puzzles_are_disjoint_and_solved():
         assert row["solution_text_format"] == answer
 
 
+def test_experiments_go_on_where_they_were(tmp_path, monkeypatch, capsys):
+    """Runs that are in the results are left out, unfinished ones resumed, and the table says what is there."""
+    import experiments
+
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
+    table = {"2": {"greedy": [0.9, 0.8, 1.0], "avg@4": [0.5, 0.4, 0.6], "prompts": 10}}
+    step = {"completions/mean_length": 100, "entropy": 0.1, "masked_share": 0.25, **{f"seconds/{phase}": 1.0 for phase in ("sampling", "rewarding", "scoring", "updating")}}
+    lines = [{"method": "GRPO", "seed": seed, "evaluations": [{"table": table}] * 2, "metrics": [step] * 4} for seed in (0, 1)]
+    (tmp_path / "default.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "default-GRPO-2" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "default-GRPO-2" / "config.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "default", "--list", "--work", str(tmp_path)])
+    experiments.main()
+    commands = capsys.readouterr().out.splitlines()
+    assert len(commands) == len(experiments.PLANS["default"]) - 2 and sum("--resume" in command for command in commands) == 1
+    assert not any("GRPO-0" in command or "GRPO-1" in command for command in commands)
+    for command in commands:  # each of them is a command that lopti.py takes
+        if "--resume" not in command:
+            lopti.parse_arguments(command.split()[2:])
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "default", "--table"])
+    experiments.main()
+    printed = capsys.readouterr().out
+    assert "0.500 (0.50-0.50)" in printed and "25.0%" in printed and "4.00" in printed
+
+
 def test_worked_solutions_are_right():
     rng = random.Random(0)
     for people in (2, 3, 5):
