@@ -7,7 +7,7 @@
 
 Read it beside "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs" (arXiv 2505.12929). The functions
 come in the order in which a training step calls them; `train` puts them together and reads like the algorithm.
-Arguments, evaluation, data and run folder follow after it.
+The later treatments of the same problem follow, and after them the plumbing: arguments, data, evaluation, run folder.
 
 What it leaves out: many GPUs, inference servers, value functions, multi-turn chats.
 
@@ -564,6 +564,11 @@ def logit_gradient_bounds(probabilities, vocabulary_size):
 # ======================================================================================================
 
 
+def positions(mask):
+    """Position ids that count from the first real token of each row: (B, T) → (B, T)."""
+    return (mask.cumsum(1) - 1).clamp(min=0)
+
+
 def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretch=32):
     """HF `generate` for G responses to each prompt: (N, P) → the sampled ids (N·G, at most max_new_tokens).
 
@@ -577,8 +582,8 @@ def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretc
     with mixed_precision(model):
         cache = DynamicCache(config=model.config)
         if prompt_ids.shape[1] > 1:
-            positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)
-            model(input_ids=prompt_ids[:, :-1], attention_mask=prompt_mask[:, :-1], position_ids=positions[:, :-1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            head, seen = prompt_ids[:, :-1], prompt_mask[:, :-1]  # generate reads the last prompt token itself
+            model(input_ids=head, attention_mask=seen, position_ids=positions(seen), past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache.batch_repeat_interleave(group_size)
         while len(going) and done < settings.max_new_tokens:
             settings_now = copy.copy(settings)
@@ -604,11 +609,10 @@ def response_states(model, rollout):
     """
     input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1)  # (B, P+T)
     attention_mask = torch.cat([rollout.prompt_mask, rollout.mask], dim=1).long()  # (B, P+T)
-    position_ids = (attention_mask.cumsum(1) - 1).clamp(min=0)  # positions count from the first real token
     name = model.base_model_prefix
     decoder = getattr(model, name)
     with mixed_precision(model):
-        outputs = decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+        outputs = decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=positions(attention_mask), use_cache=False)
     start = rollout.prompt_ids.shape[1] - 1  # the state at position t speaks about token t+1
     states = outputs.last_hidden_state[:, start:-1][rollout.mask]  # (N, hidden size)
 
@@ -821,8 +825,7 @@ PRESETS = {
         "task": "math", "model": "Qwen/Qwen2.5-3B", "data": "agentica-org/DeepScaleR-Preview-Dataset::train",
         "eval_data": "HuggingFaceH4/MATH-500::test", "prompts_per_step": 64, "temperature": 0.7, "max_new_tokens": 4096,
         "learning_rate": 1e-6, "mini_batch_size": 256, "tokens_per_microbatch": 16384, "gradient_checkpointing": True, "sample_batch_size": 64,
-        "steps": 0, "epochs": 5, "eval_every": 10,
-        "save_every": 20, "keep": 1,
+        "steps": 0, "epochs": 5, "eval_every": 10, "save_every": 20, "keep": 1,
     },
 }  # fmt: skip
 
@@ -939,12 +942,12 @@ def method_name(args):
 
 
 # ======================================================================================================
-# Data: rows of {question, solution, difficulty, prompt}
+# Data: rows of {question, prompt, solution, difficulty, columns}
 # ======================================================================================================
 
 
 def load_rows(source, task):
-    """Read a data file or hub data set into rows of {question, solution, difficulty}."""
+    """Read a data file or hub data set into the rows of `read_row`."""
     import datasets  # here, because it takes a second to import
 
     datasets.disable_progress_bars()
@@ -1199,7 +1202,7 @@ def evaluation_table(tables, difficulty_name):
         if len(first) > 1:
             means = [sum(row[measure][0] for row in table.values()) / len(table) for table in tables.values()]
             lines.append(f"{'':<8}{'mean':>8}{sum(row['prompts'] for row in first.values()):>9}" + "".join(f"{mean:>8.2f}{'':13}" for mean in means))
-    return "\n".join(lines).rstrip()
+    return "\n".join(line.rstrip() for line in lines)
 
 
 # ======================================================================================================
@@ -1612,13 +1615,13 @@ def benchmark(policy, tokenizer, train_rows, args):
     start = {name: value.to("cpu", copy=True) for name, value in policy.state_dict().items()}
     parameters = sum(parameter.numel() for parameter in policy.parameters())
     results = {}
-    for name, args in methods.items():
+    for name, method in methods.items():
         policy.load_state_dict(start)
         torch.manual_seed(args.seed)
         with tempfile.TemporaryDirectory() as folder:
-            args = replace(args, steps=args.benchmark + 1, eval_every=0, save_every=0, output=folder, name=name, quiet=True)
-            run = Run(args)
-            train(policy, make_reference(policy, args), tokenizer, make_optimizer(policy, args), train_rows, [], run, args)
+            settings = replace(method, steps=args.benchmark + 1, eval_every=0, save_every=0, output=folder, name=name, quiet=True)
+            run = Run(settings)
+            train(policy, make_reference(policy, args), tokenizer, make_optimizer(policy, args), train_rows, [], run, settings)
             steps = run.read_lines("metrics.jsonl")[1:]  # the first step warms up
         results[name] = {key: statistics.median(step[key] for step in steps) for key in steps[0] if key.startswith("seconds/")}
         results[name] |= {key: max(step[key] or 0 for step in steps) for key in steps[0] if key.startswith("peak_memory")}

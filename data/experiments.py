@@ -40,9 +40,10 @@ PLANS = {  # name -> list of (method, seed, flags of the plan)
     + [(method, 0, []) for method in list(METHODS)[4:]],
 }
 
+PHASES = ("sampling", "rewarding", "scoring", "updating")
 KEPT = ("step", "reward", "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl", "low_probability_share",
-        "masked_share", "frac_reward_zero_std", "clip_ratio/low_mean", "clip_ratio/high_mean", "seconds/sampling", "seconds/rewarding",
-        "seconds/scoring", "seconds/updating", "unsafe_tokens", "optimizer_steps")  # fmt: skip
+        "masked_share", "frac_reward_zero_std", "clip_ratio/low_mean", "clip_ratio/high_mean", "unsafe_tokens", "optimizer_steps",
+        *(f"seconds/{phase}" for phase in PHASES))  # fmt: skip
 
 
 def read_lines(path):
@@ -52,10 +53,8 @@ def read_lines(path):
 def command_of(run, plan, method, seed, flags, work):
     name = f"{plan}-{method}-{seed}".replace(" ", "").replace("/", "").replace("%", "").replace("+", "p")
     folder = work / name
-    if (folder / "config.json").exists():
-        if (folder / "checkpoints").exists():
-            return folder, [*run, "--resume", str(folder), "--quiet"]
-        shutil.rmtree(folder)  # it was stopped before there was anything to go on from
+    if (folder / "checkpoints").exists():
+        return folder, [*run, "--resume", str(folder), "--quiet"]
     return folder, [*run, *METHODS[method], *flags, "--seed", str(seed), "--output", str(work), "--name", name, "--quiet"]
 
 
@@ -63,6 +62,8 @@ def do(plan, method, seed, flags, work, threads):
     """One run, from its command to its line in the results."""
     run = [sys.executable, str(HERE.parent / "lopti.py")]
     folder, command = command_of(run, plan, method, seed, flags, work)
+    if folder.exists() and "--resume" not in command:
+        shutil.rmtree(folder)  # it was stopped before there was anything to go on from
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     if finished.returncode:
@@ -89,8 +90,9 @@ def print_table(plan):
     if not lines:
         print(f"no results of {plan} yet")
         return
-    sampled = next(name for name in lines[0]["evaluations"][0]["table"]["2"] if name.startswith("avg@"))
-    sizes = list(lines[0]["evaluations"][0]["table"])
+    before = lines[0]["evaluations"][0]["table"]
+    sizes = list(before)
+    sampled = next(name for name in before[sizes[0]] if name.startswith("avg@"))
     columns = [f"{measure} {size}" for measure in (sampled, "greedy") for size in (*sizes, "mean")]
     print(f"{'':<16}{'seeds':>6}" + "".join(f"{column:>20}" for column in columns) + f"{'length':>9}{'entropy':>9}{'masked':>8}{'s/step':>8}")
 
@@ -103,14 +105,14 @@ def print_table(plan):
                 found.append(f"{statistics.mean(values):.3f}{spread}".rjust(20))
         return "".join(found)
 
-    print(f"{'before':<16}{'':>6}" + cells([lines[0]["evaluations"][0]["table"]]))
+    print(f"{'before':<16}{'':>6}" + cells([before]))
     for method in METHODS:
         runs = [line for line in lines if line["method"] == method]
         if runs:
             last = [line["metrics"][-3:] for line in runs]
             ends = [statistics.mean(row[key] for rows in last for row in rows) for key in ("completions/mean_length", "entropy")]
             masked = statistics.mean(row["masked_share"] for line in runs for row in line["metrics"])
-            seconds = statistics.median(sum(row[f"seconds/{phase}"] for phase in ("sampling", "rewarding", "scoring", "updating")) for line in runs for row in line["metrics"])
+            seconds = statistics.median(sum(row[f"seconds/{phase}"] for phase in PHASES) for line in runs for row in line["metrics"])
             print(f"{method:<16}{len(runs):>6}" + cells([line["evaluations"][-1]["table"] for line in runs]) + f"{ends[0]:>9.0f}{ends[1]:>9.3f}{masked:>8.1%}{seconds:>8.2f}")
 
 

@@ -1,13 +1,13 @@
 """Make the bundled policy data/tiny from nothing: its tokenizer, its weights, its generation settings.
 
-    python data/pretrain.py                                       # writes data/tiny again: 45 minutes on 2 CPU cores
+    python data/pretrain.py                                       # writes data/tiny again: about half an hour on 2 CPU cores
     python data/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
 
 Next-token prediction on worked solutions of random puzzles and problems, those of the committed files left out, in
 four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is written. `solve`: more of them, and
-arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on worked solutions in which every verdict is flipped with a small
-probability. That leaves a policy that knows how to solve a puzzle (greedy decoding is often right) but slips when it
-samples, which is what reinforcement learning from rewards can improve.
+arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on worked solutions in
+which every verdict is flipped with a small probability. That leaves a policy that knows how to solve a puzzle (greedy
+decoding is often right) but slips when it samples, which is what reinforcement learning from rewards can improve.
 """
 
 import argparse
@@ -47,7 +47,8 @@ CHAT_TEMPLATE = (
 
 # ---------------------------------------------------------------------------------------------- tokenizer
 
-# One token per word, number sign or digit, and one for a name with its supposed role. White space is never a token: the decoder puts it back by rule.
+# One token per word, number sign or digit, and one for a name with its supposed role. White space is never a token:
+# the decoder puts it back by rule.
 # Quotation marks that close are tokens of their own (`,"` `."` `".` `" -`), so that a lone `"` always opens.
 TOKEN_PATTERN = r"""</?(?:think|answer)>|[A-Z][a-z]+-(?:knight|knave)|\\[a-z]+|\(\d\)|,"|\."|"\.|" -|'s|[A-Za-z]+|\d|[^\sA-Za-z\d]"""
 SPACING = (  # applied in this order to the tokens joined by single spaces: (pattern, what replaces the match)
