@@ -43,6 +43,7 @@ import transformers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from rewards import extract_boxed, kk_reward, math_reward
 
@@ -434,7 +435,7 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         run.append("metrics.jsonl", metrics)
         run.write_samples(step, batch, rollout, rewards)
         progress.set_postfix(reward=f"{metrics['reward']:.2f}", accuracy=f"{metrics['accuracy']:.2f}", length=f"{metrics['completions/mean_length']:.0f}")
-        if args.eval_every and step % args.eval_every == 0 and step < args.steps:
+        if args.eval_every and step % args.eval_every == 0 and args.eval_from <= step < args.steps:
             run.write_evaluation(step, evaluate(policy, tokenizer, eval_rows, args)[0])
         run.end_step(metrics, policy, tokenizer, optimizer)
 
@@ -569,6 +570,31 @@ def positions(mask):
     return (mask.cumsum(1) - 1).clamp(min=0)
 
 
+class RoomyLayer(DynamicLayer):
+    """A layer of HF's key-value cache with free room after its last position, for so many positions at a time.
+
+    DynamicLayer copies the whole cache for every token. This one writes new keys and values into the free room, and
+    copies only where that is used up or where the rows have changed. `keys` and `values` are views of the used part.
+    """
+
+    def __init__(self, room):
+        super().__init__()
+        self.room, self.whole = room, None  # whole: keys and values with their free room, (2, rows, heads, length + room, head size)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        used, new = self.get_seq_length(), key_states.shape[-2]
+        if self.whole is None or self.whole.shape[-2] < used + new or self.keys.data_ptr() != self.whole.data_ptr():
+            rows, heads, _, size = key_states.shape
+            self.whole = key_states.new_empty(2, rows, heads, used + new + self.room, size)
+            if used:
+                self.whole[0, :, :, :used], self.whole[1, :, :, :used] = self.keys, self.values
+        self.whole[0, :, :, used : used + new], self.whole[1, :, :, used : used + new] = key_states, value_states
+        self.keys, self.values = self.whole[0, :, :, : used + new], self.whole[1, :, :, : used + new]
+        return self.keys, self.values
+
+
 def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretch=32):
     """HF `generate` for G responses to each prompt: (N, P) → the sampled ids (N·G, at most max_new_tokens).
 
@@ -581,6 +607,7 @@ def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretc
     going, done = torch.arange(len(ids), device=ids.device), 0  # the rows that have not ended, the tokens they have
     with mixed_precision(model):
         cache = DynamicCache(config=model.config)
+        cache.layers = [RoomyLayer(stretch) if type(layer) is DynamicLayer else layer for layer in cache.layers]
         if prompt_ids.shape[1] > 1:
             head, seen = prompt_ids[:, :-1], prompt_mask[:, :-1]  # generate reads the last prompt token itself
             model(input_ids=head, attention_mask=seen, position_ids=positions(seen), past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -792,6 +819,7 @@ class Arguments:
     device: str = option("auto", "model and data", "auto, cpu, cuda or mps")
 
     eval_every: int = option(0, "evaluation", "evaluate after every so many steps; 0 means before and after training only")
+    eval_from: int = option(0, "evaluation", "with --eval-every: not before this step")
     eval_size: int = option(100, "evaluation", "evaluation prompts per difficulty; 0 means all")
     eval_samples: int = option(4, "evaluation", "k: sampled responses to each evaluation prompt, for avg@k and pass@k")
     eval_temperature: float = option(1.0, "evaluation", "temperature of those samples")
@@ -879,7 +907,7 @@ def parse_arguments(argv=None):
 
 
 # What --resume takes beside it: nothing that changes what the run means.
-FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "eval_size", "eval_samples", "eval_temperature",
+FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "eval_from", "eval_size", "eval_samples", "eval_temperature",
                   "tokens_per_microbatch", "gradient_checkpointing", "reward_timeout", "device", "quiet"}  # fmt: skip
 
 
@@ -916,7 +944,7 @@ def check_arguments(args):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     for name in ("clip_low", "clip_high", "kl_coef", "weight_decay", "steps", "epochs", "mini_batch_size", "sample_batch_size",
-                 "eval_every", "eval_size", "eval_samples", "show", "benchmark", "save_every"):  # fmt: skip
+                 "eval_every", "eval_from", "eval_size", "eval_samples", "show", "benchmark", "save_every"):  # fmt: skip
         if getattr(args, name) < 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
     if args.update_only and args.eta == 0:

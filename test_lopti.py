@@ -428,6 +428,29 @@ def test_chunked_logits_against_the_plain_forward_pass(other_model, monkeypatch)
     assert len(calls) == 2 * math.ceil(rollout.mask.sum() / 3)  # made again, not kept
 
 
+def test_roomy_cache_layer_against_hf_layer():
+    """The same keys and values as HF's layer through every way of growing, repeating and selecting; few copies of the whole."""
+    plain, roomy = lopti.DynamicLayer(), lopti.RoomyLayer(room=5)
+    generator, copies, whole = torch.Generator().manual_seed(0), 0, None
+
+    def grow(rows, new):
+        states = torch.randn(2, rows, 3, new, 4, generator=generator)
+        return [layer.update(states[0].clone(), states[1].clone()) for layer in (plain, roomy)]
+
+    actions = [(2, 7), "repeat", (6, 1), (6, 1), [0, 2, 5], (3, 1), (3, 4), [0, 1, 2], (3, 1), (3, 9), [1], *[(1, 1)] * 12]
+    for action in actions:
+        if action == "repeat":
+            plain.batch_repeat_interleave(3), roomy.batch_repeat_interleave(3)
+        elif isinstance(action, list):
+            plain.batch_select_indices(torch.tensor(action)), roomy.batch_select_indices(torch.tensor(action))
+        else:
+            (keys, values), (roomy_keys, roomy_values) = grow(*action)
+            assert torch.equal(keys, roomy_keys) and torch.equal(values, roomy_values)
+            copies, whole = copies + (roomy.whole is not whole), roomy.whole
+        assert torch.equal(plain.keys, roomy.keys) and plain.get_seq_length() == roomy.get_seq_length()
+    assert copies < sum(isinstance(action, tuple) for action in actions) - 6
+
+
 def test_sampling_in_stretches_against_generate(other_model, tokenizer):
     """Greedy, left-padded, in groups, ended responses leaving: the ids that one plain call of `generate` gives."""
     prompts = ["Zoey is a knight or Liam is a knave. So who is a knight and who is a knave?", "Lily", "Liam is a knave"]
@@ -1362,29 +1385,66 @@ def test_committed_puzzles_are_disjoint_and_solved():
         assert row["solution_text_format"] == answer
 
 
+def fake_run(method, seed, sampled, before=0.5):
+    """A line of data/results/runs.jsonl: `sampled` are the accuracies of its evaluations on 2 people; on 3 they are half of that."""
+    import experiments
+
+    def row(value):
+        return {"greedy": [value, 0, 1], "avg@1": [value, 0, 1], "prompts": 10}
+
+    evaluations = [{"step": step, "table": {"2": row(value), "3": row(value / 2)}} for step, value in enumerate([before, *sampled])]
+    metrics = {key: [1.0] * 4 for key in experiments.KEPT} | {"masked_share": [0.25] * 4}
+    return {"method": method, "seed": seed, "evaluations": evaluations, "metrics": metrics}
+
+
 def test_experiments_go_on_where_they_were(tmp_path, monkeypatch, capsys):
     """Runs that are in the results are left out, unfinished ones resumed, and the table says what is there."""
     import experiments
 
-    monkeypatch.setattr(experiments, "RESULTS", tmp_path)
-    table = {"2": {"greedy": [0.9, 0.8, 1.0], "avg@4": [0.5, 0.4, 0.6], "prompts": 10}}
-    step = {"completions/mean_length": 100, "entropy": 0.1, "masked_share": 0.25, **{f"seconds/{phase}": 1.0 for phase in ("sampling", "rewarding", "scoring", "updating")}}
-    lines = [{"method": "GRPO", "seed": seed, "evaluations": [{"table": table}] * 2, "metrics": [step] * 4} for seed in (0, 1)]
-    (tmp_path / "default.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "default-GRPO-2" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "default-GRPO-2" / "config.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["experiments.py", "default", "--list", "--work", str(tmp_path)])
+    monkeypatch.setattr(experiments, "RESULTS", tmp_path / "runs.jsonl")
+    lines = [fake_run("GRPO", 0, [0.6]), fake_run("GRPO", 1, [0.8]), fake_run("AR", 0, [0.8])]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "GRPO-2" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "GRPO-2" / "config.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "--list", "--work", str(tmp_path)])
     experiments.main()
-    commands = capsys.readouterr().out.splitlines()
-    assert len(commands) == len(experiments.PLANS["default"]) - 2 and sum("--resume" in command for command in commands) == 1
-    assert not any("GRPO-0" in command or "GRPO-1" in command for command in commands)
-    for command in commands:  # each of them is a command that lopti.py takes
+    commands = capsys.readouterr().out.splitlines()[1:]
+    assert len(commands) == len(experiments.PLAN) - 3 and sum("--resume" in command for command in commands) == 1
+    assert not any("--name GRPO-0 " in command or "--name GRPO-1 " in command for command in commands)
+    for command in commands:  # each of them is a command that lopti.py takes, and has a name of its own
         if "--resume" not in command:
             lopti.parse_arguments(command.split()[2:])
-    monkeypatch.setattr(sys, "argv", ["experiments.py", "default", "--table"])
+    names = [command.split("--name ")[1] for command in commands if "--name" in command]
+    assert len(set(names)) == len(names)
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "--table"])
     experiments.main()
     printed = capsys.readouterr().out
-    assert "0.500 (0.50-0.50)" in printed and "25.0%" in printed and "4.00" in printed
+    assert "25.0%" in printed and "4.00" in printed
+    assert "+0.150" in printed  # AR against GRPO: 0.8 - 0.6 on 2 people, half of that on 3
+
+
+def test_the_plan_is_the_one_of_the_design():
+    import experiments
+
+    assert len(experiments.PLAN) == len(set(experiments.PLAN)) == 5 * 16 + 3 * 3 + 3 * 9
+    for name in experiments.PRIMARY | experiments.OTHERS | experiments.CONTROLS:
+        assert all((name, seed) in experiments.PLAN for seed in range(5))
+    seconds, first, third = (experiments.PLAN.index(entry) for entry in (("AR + Lopti", 2), ("min-p", 0), ("AR", 3)))
+    assert first < seconds < third
+
+
+def test_accuracy_of_a_run_and_its_interval():
+    """The mean of the last three evaluations; Student's interval by hand; differences within seeds only."""
+    import experiments
+
+    run = fake_run("AR", 0, [0.1, 0.6, 0.7, 0.8])
+    assert experiments.accuracy(run, size="2") == pytest.approx(0.7) and experiments.accuracy(run) == pytest.approx((0.7 + 0.35) / 2)
+    assert experiments.accuracy(run, size="2", before=True) == 0.5
+    mean, half = experiments.mean_and_interval([1.0, 2.0, 3.0])  # standard deviation 1
+    assert mean == 2.0 and half == pytest.approx(4.303 / 3**0.5)
+    assert experiments.mean_and_interval([2.0]) == (2.0, None)
+    lines = [fake_run("GRPO", 1, [0.4]), fake_run("GRPO", 0, [0.2]), fake_run("AR", 0, [0.6]), fake_run("AR", 1, [0.5]), fake_run("AR", 2, [0.9])]
+    assert experiments.differences(lines, "AR", size="2") == pytest.approx([0.4, 0.1])
 
 
 def test_worked_solutions_are_right():

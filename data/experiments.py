@@ -1,17 +1,20 @@
-"""Run the experiments behind the README's tables and the notebook, and keep one line for each run.
+"""Run the laboratory: the experiments behind the README's tables and the notebook. data/results/DESIGN.md says why.
 
-    python data/experiments.py default              # the default job, by every method
-    python data/experiments.py default --table      # print what is there so far
-    python data/experiments.py default --list       # print the commands, run nothing
+    python data/experiments.py --jobs 2          # run what is not done yet, two at a time; stop and start as you like
+    python data/experiments.py --table           # print what is there so far
+    python data/experiments.py --list            # print the commands, run nothing
 
-Each run is a `python lopti.py` command in a process of its own, several at once with --jobs. Its line is appended to
-data/results/PLAN.jsonl when it is done: settings, seed, every step's metrics and every evaluation. Stop it whenever
-you like: the same command goes on where it was, with runs that are in the file left out and unfinished ones resumed.
+Each run is a `python lopti.py` command in a process of its own. Its line is appended to data/results/runs.jsonl when it
+is done: settings, seed, every step's metrics and every evaluation. The same command goes on where it was stopped, with
+runs that are in the file left out and unfinished ones resumed.
 """
 
 import argparse
 import json
+import math
 import os
+import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -20,48 +23,76 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RESULTS = HERE / "results"
+RESULTS = HERE / "results" / "runs.jsonl"
 
-METHODS = {  # name in tables -> flags; everything else, the clip and β too, is the same for all
-    "GRPO": [],
-    "AR": ["--alpha", "0.3"],
-    "Lopti": ["--eta", "0.5"],
-    "AR + Lopti": ["--alpha", "0.3", "--eta", "0.5"],
-    "reversed Lopti": ["--eta", "0.5", "--order", "high-low"],
-    "REINFORCE++": ["--advantage", "reinforce++"],
-    "STAPO": ["--stapo"],
-    "80/20": ["--top-entropy", "0.2"],
-    "lowest 80 %": ["--bottom-entropy", "0.8"],
-    "min-p": ["--min-p", "2.3e-6"],
+# Name in tables -> flags; everything else, the clip and β too, is the same for all.
+PRIMARY = {
+    "GRPO": "",
+    "AR": "--alpha 0.3",
+    "Lopti": "--eta 0.5",
+    "AR + Lopti": "--alpha 0.3 --eta 0.5",
+    "reversed Lopti": "--eta 0.5 --order high-low",
 }
+OTHERS = {
+    "REINFORCE++": "--advantage reinforce++",
+    "STAPO": "--stapo",
+    "80/20": "--top-entropy 0.2",
+    "lowest 80 %": "--bottom-entropy 0.8",
+    "min-p": "--min-p 2.3e-6",
+    "high only": "--eta 0.5 --update-only high",
+    "REINFORCE++ + AR + Lopti": "--advantage reinforce++ --alpha 0.3 --eta 0.5",
+}
+CONTROLS = {  # what the paper does not show: is it the number of optimizer steps, or their size?
+    "GRPO, two passes": "--passes 2",
+    "GRPO, lr × 0.5": "--learning-rate 5e-5",
+    "GRPO, lr × 2": "--learning-rate 2e-4",
+    "GRPO, lr × 4": "--learning-rate 4e-4",
+}
+SWEEPS = {f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.2, 0.5, 0.7, 1)}
+SWEEPS |= {f"Lopti η = {eta}": f"--eta {eta}" for eta in (0.1, 0.3, 0.7, 0.9)}
+LONG = {f"{name}, long": f"{PRIMARY[name]} --steps 120 --eval-from 116".strip() for name in ("GRPO", "Lopti", "reversed Lopti")}
+METHODS = PRIMARY | OTHERS | CONTROLS | SWEEPS | LONG
 
-PLANS = {  # name -> list of (method, seed, flags of the plan)
-    "default": [(method, seed, []) for seed in (0, 1, 2) for method in list(METHODS)[:4]]
-    + [(method, 0, []) for method in list(METHODS)[4:]],
-}
+PLAN = [
+    *[(name, 0) for name in PRIMARY | OTHERS | CONTROLS],
+    *[(name, seed) for seed in (1, 2) for name in PRIMARY],
+    *[(name, seed) for seed in (1, 2) for name in CONTROLS | OTHERS],
+    *[(name, seed) for seed in (3, 4) for name in PRIMARY | CONTROLS | OTHERS],
+    *[(name, seed) for seed in (0, 1, 2) for name in LONG],
+    *[(name, seed) for seed in (0, 1, 2) for name in SWEEPS],
+]  # a list of (method, seed), in the order in which they run
+
+# The default job with more held-out puzzles (250 of each size, made for this and used for nothing else), and with
+# three evaluations near the end instead of one.
+SETTINGS = "--eval-size 250 --eval-samples 1 --eval-every 2 --eval-from 20"
+HELD_OUT = "--people 2 3 --train 0 --test 250 --seed 20251112"
 
 PHASES = ("sampling", "rewarding", "scoring", "updating")
-KEPT = ("step", "reward", "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl", "low_probability_share",
-        "masked_share", "frac_reward_zero_std", "clip_ratio/low_mean", "clip_ratio/high_mean", "unsafe_tokens", "optimizer_steps",
-        *(f"seconds/{phase}" for phase in PHASES))  # fmt: skip
+KEPT = ("reward", "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl", "low_probability_share", "masked_share",
+        "frac_reward_zero_std", "clip_ratio/low_mean", "clip_ratio/high_mean", "unsafe_tokens", "optimizer_steps", "grad_norm/all",
+        "grad_norm/low", "grad_norm/high", *(f"seconds/{phase}" for phase in PHASES))  # fmt: skip
 
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def command_of(run, plan, method, seed, flags, work):
-    name = f"{plan}-{method}-{seed}".replace(" ", "").replace("/", "").replace("%", "").replace("+", "p")
+# ---- running
+
+
+def command_of(run, method, seed, work):
+    """The folder of a run, and the command that begins it or goes on with it."""
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-") + f"-{seed}"
     folder = work / name
     if (folder / "checkpoints").exists():
         return folder, [*run, "--resume", str(folder), "--quiet"]
-    return folder, [*run, *METHODS[method], *flags, "--seed", str(seed), "--output", str(work), "--name", name, "--quiet"]
+    flags = [*shlex.split(SETTINGS), "--eval-data", str(work / "kk_test.jsonl"), *shlex.split(METHODS[method])]
+    return folder, [*run, *flags, "--seed", str(seed), "--output", str(work), "--name", name, "--quiet"]
 
 
-def do(plan, method, seed, flags, work, threads):
+def do(method, seed, work, threads):
     """One run, from its command to its line in the results."""
-    run = [sys.executable, str(HERE.parent / "lopti.py")]
-    folder, command = command_of(run, plan, method, seed, flags, work)
+    folder, command = command_of([sys.executable, str(HERE.parent / "lopti.py")], method, seed, work)
     if folder.exists() and "--resume" not in command:
         shutil.rmtree(folder)  # it was stopped before there was anything to go on from
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
@@ -71,71 +102,96 @@ def do(plan, method, seed, flags, work, threads):
         return
     config = json.loads((folder / "config.json").read_text(encoding="utf-8").replace(f"{HERE.parent}/", ""))  # no paths of this machine
     config = {key: value for key, value in config.items() if key not in ("name", "output", "resume", "quiet")}
-    metrics = [{key: round(row[key], 5) for key in KEPT if row.get(key) is not None} for row in read_lines(folder / "metrics.jsonl")]
-    line = {"plan": plan, "method": method, "seed": seed, "flags": METHODS[method] + flags, "threads": threads, "config": config,
+    rows = read_lines(folder / "metrics.jsonl")
+    metrics = {key: [float(f"{row.get(key) or 0:.4g}") for row in rows] for key in KEPT if key in rows[0]}
+    line = {"method": method, "seed": seed, "flags": METHODS[method], "threads": threads, "config": config,
             "evaluations": read_lines(folder / "evaluations.jsonl"), "metrics": metrics}  # fmt: skip
-    RESULTS.mkdir(exist_ok=True)
-    with open(RESULTS / f"{plan}.jsonl", "a", encoding="utf-8") as stream:
+    with open(RESULTS, "a", encoding="utf-8") as stream:
         stream.write(json.dumps(line) + "\n")
     print(f"{method}, seed {seed}: done", flush=True)
 
 
-def mean_of(table, measure):
-    return statistics.mean(row[measure][0] for row in table.values())
+# ---- reading
 
 
-def print_table(plan):
-    """Accuracy before and after per method, mean and range over seeds, and how the runs ended."""
-    lines = read_lines(RESULTS / f"{plan}.jsonl")
+def accuracy(line, measure="avg@1", size="mean", before=False):
+    """A run's accuracy on held-out puzzles of a size ("2", "3" or "mean"): the mean of its last three evaluations."""
+    tables = [evaluation["table"] for evaluation in line["evaluations"]]
+    tables = tables[:1] if before else tables[1:][-3:]
+    sizes = list(tables[0]) if size == "mean" else [size]
+    return statistics.mean(table[size][measure][0] for table in tables for size in sizes)
+
+
+T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t at 97.5 %, by the number of values
+
+
+def mean_and_interval(values):
+    """(mean, half of its 95 % interval by Student's t); the half is None for fewer than 2 values."""
+    half = T_QUANTILES[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return statistics.mean(values), half
+
+
+def by_seed(lines, method):
+    return {line["seed"]: line for line in lines if line["method"] == method}
+
+
+def differences(lines, method, baseline="GRPO", **what):
+    """`accuracy` minus that of the baseline with the same seed (hence the same prompts), for every seed that has both."""
+    ours, theirs = by_seed(lines, method), by_seed(lines, baseline)
+    return [accuracy(ours[seed], **what) - accuracy(theirs[seed], **what) for seed in sorted(ours) if seed in theirs]
+
+
+def table(lines):
+    """Accuracy per method and size, the difference to GRPO within pairs, and how the runs ended."""
     if not lines:
-        print(f"no results of {plan} yet")
-        return
-    before = lines[0]["evaluations"][0]["table"]
-    sizes = list(before)
-    sampled = next(name for name in before[sizes[0]] if name.startswith("avg@"))
-    columns = [f"{measure} {size}" for measure in (sampled, "greedy") for size in (*sizes, "mean")]
-    print(f"{'':<16}{'seeds':>6}" + "".join(f"{column:>20}" for column in columns) + f"{'length':>9}{'entropy':>9}{'masked':>8}{'s/step':>8}")
+        return "no results yet"
 
-    def cells(tables):
-        found = []
-        for measure in (sampled, "greedy"):
-            for size in (*sizes, "mean"):
-                values = [mean_of(table, measure) if size == "mean" else table[size][measure][0] for table in tables]
-                spread = f" ({min(values):.2f}-{max(values):.2f})" if len(values) > 1 else ""
-                found.append(f"{statistics.mean(values):.3f}{spread}".rjust(20))
-        return "".join(found)
+    def cell(values, signed=False):
+        mean, half = mean_and_interval(values)
+        return f"{mean:+.3f}" * signed + f"{mean:.3f}" * (not signed) + (f" ± {half:.3f}" if half is not None else " " * 8)
 
-    print(f"{'before':<16}{'':>6}" + cells([before]))
+    head = f"{'':<26}{'seeds':>5} {'2 people':>15} {'3 people':>15} {'mean':>15} {'against GRPO':>16} {'greedy':>15} {'length':>7} {'entropy':>8} {'masked':>7} {'s/step':>7}"
+    before = [f"{accuracy(lines[0], size=size, before=True):.3f}".ljust(15) for size in ("2", "3", "mean")]
+    greedy = accuracy(lines[0], "greedy", before=True)
+    out = [head, f"{'before':<26}{'':>5} {' '.join(before)} {'':>16} {greedy:.3f}"]
     for method in METHODS:
-        runs = [line for line in lines if line["method"] == method]
-        if runs:
-            last = [line["metrics"][-3:] for line in runs]
-            ends = [statistics.mean(row[key] for rows in last for row in rows) for key in ("completions/mean_length", "entropy")]
-            masked = statistics.mean(row["masked_share"] for line in runs for row in line["metrics"])
-            seconds = statistics.median(sum(row[f"seconds/{phase}"] for phase in PHASES) for line in runs for row in line["metrics"])
-            print(f"{method:<16}{len(runs):>6}" + cells([line["evaluations"][-1]["table"] for line in runs]) + f"{ends[0]:>9.0f}{ends[1]:>9.3f}{masked:>8.1%}{seconds:>8.2f}")
+        runs = list(by_seed(lines, method).values())
+        if not runs:
+            continue
+        cells = [f"{cell([accuracy(run, size=size) for run in runs]):>15}" for size in ("2", "3", "mean")]
+        compared = differences(lines, method) if method != "GRPO" and not method.endswith("long") else []
+        cells.append(f"{cell(compared, signed=True) if compared else '':>16}")
+        cells.append(f"{cell([accuracy(run, 'greedy') for run in runs]):>15}")
+        length, entropy = (statistics.mean(value for run in runs for value in run["metrics"][key][-3:]) for key in ("completions/mean_length", "entropy"))
+        masked = statistics.mean(value for run in runs for value in run["metrics"]["masked_share"])
+        seconds = statistics.median(sum(step) for run in runs for step in zip(*(run["metrics"][f"seconds/{phase}"] for phase in PHASES)))
+        out.append(f"{method:<26}{len(runs):>5} {' '.join(cells)} {length:>7.0f} {entropy:>8.3f} {masked:>7.1%} {seconds:>7.2f}")
+    return "\n".join(line.rstrip() for line in out)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", choices=PLANS)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--threads", type=int, default=0, help="threads of each run; 0 shares the cores out")
     parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "experiments", help="where the run folders go")
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
     parser.add_argument("--table", action="store_true", help="print the table of what is there and stop")
     args = parser.parse_args()
-    done = {(line["method"], line["seed"]) for line in read_lines(RESULTS / f"{args.plan}.jsonl")}
-    todo = [entry for entry in PLANS[args.plan] if entry[:2] not in done]
+    done = {(line["method"], line["seed"]) for line in read_lines(RESULTS)}
+    todo = [entry for entry in PLAN if entry not in done]
     if args.list:
-        for method, seed, flags in todo:
-            print(" ".join(command_of(["python", "lopti.py"], args.plan, method, seed, flags, args.work)[1]))
+        print(f"python data/puzzles.py {HELD_OUT} --folder {args.work}")
+        for entry in todo:
+            print(shlex.join(command_of(["python", "lopti.py"], *entry, args.work)[1]))
     elif not args.table:
+        args.work.mkdir(parents=True, exist_ok=True)
+        if not (args.work / "kk_test.jsonl").exists():
+            subprocess.run([sys.executable, str(HERE / "puzzles.py"), *shlex.split(HELD_OUT), "--folder", str(args.work)], check=True)
         threads = args.threads or max(1, (os.cpu_count() or 1) // args.jobs)
         with ThreadPoolExecutor(args.jobs) as pool:
-            list(pool.map(lambda entry: do(args.plan, *entry, args.work, threads), todo))
+            list(pool.map(lambda entry: do(*entry, args.work, threads), todo))
     if not args.list:
-        print_table(args.plan)
+        print(table(read_lines(RESULTS)))
 
 
 if __name__ == "__main__":
