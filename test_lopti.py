@@ -1447,6 +1447,32 @@ def test_accuracy_of_a_run_and_its_interval():
     assert experiments.differences(lines, "AR", size="2") == pytest.approx([0.4, 0.1])
 
 
+def test_claims_are_judged_by_their_intervals():
+    """One-sided on the claimed side: held; on the other: did not hold; interval over 0 or one seed: undecided."""
+    import experiments
+
+    assert experiments.verdict([0.1, 0.12, 0.11]) == "held" and experiments.verdict([-0.1, -0.12, -0.11]) == "did not hold"
+    assert experiments.verdict([0.1, -0.1, 0.3]) == experiments.verdict([0.5]) == "undecided"
+    for claim, method, baseline, sign in experiments.CLAIMS:
+        assert method in experiments.METHODS and baseline in experiments.METHODS and sign in (1, -1)
+    lines = [fake_run(name, seed, [base + 0.01 * seed]) for name, base in (("GRPO", 0.8), ("high only", 0.4), ("AR", 0.6)) for seed in range(5)]
+    found = {claim: (effect, seeds, said) for claim, effect, seeds, said in experiments.claims(lines)}
+    assert found["AR beats GRPO"] == ("-0.150 [-0.150, -0.150]", 5, "did not hold")
+    assert found["high-probability tokens alone are worse than all"] == ("-0.300 [-0.300, -0.300]", 5, "held")
+    assert len(found) == 2
+
+
+def test_collapse_is_a_fall_of_a_tenth_below_the_best():
+    import experiments
+
+    def run(accuracies):
+        return {"metrics": {"accuracy": accuracies}}
+
+    assert not experiments.collapsed(run([0.5] * 10 + [0.8] * 20))
+    assert experiments.collapsed(run([0.5] * 10 + [0.8] * 10 + [0.6] * 10))
+    assert not experiments.collapsed(run([0.8] * 20 + [0.6] * 4))  # the mean of 10 steps has fallen by .08 only
+
+
 def test_worked_solutions_are_right():
     rng = random.Random(0)
     for people in (2, 3, 5):
@@ -2226,3 +2252,107 @@ def test_readme_names_only_flags_and_functions_that_exist():
             assert flag in known, command
     for name in re.findall(r"`([a-z_]+)\(\)", text):
         assert hasattr(lopti, name) or hasattr(rewards, name), name
+
+
+# ---------------------------------------------------------------------------------------------- pictures
+
+
+def fake_folder(path, steps, seed=0, evaluated=(), **changes):
+    """A run folder of so many steps: every number in it can be told from its step. `evaluated`: the steps with an evaluation."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps({"method": "GRPO + AR (α=0.3)", "seed": seed}))
+    rows = [
+        {"step": step, "reward": step - 0.5, "accuracy": step / 10, "completions/mean_length": 100 + step, "entropy": 1 / step,
+         "clip_ratio/low_mean": 0.01 * step, "clip_ratio/high_mean": 0.002, "clip_ratio/dual_mean": 0.5, "seconds/sampling": 20.0 * step,
+         "seconds/updating": 10.0, "tokens_per_second/sampling": 1e6, "peak_memory_gib/sampling": None, **changes}
+        for step in range(1, steps + 1)
+    ]  # fmt: skip
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 99, "rewa')  # a crash cut the last one short
+    tables = [{size: {"greedy": [0.9, 0, 1], "avg@4": [value, 0, 1], "pass@4": [1.0, 0, 1]} for size, value in (("2", 0.8), ("3", 0.4))} for _ in evaluated]
+    if evaluated:
+        (path / "evaluations.jsonl").write_text("".join(json.dumps({"step": step, "table": table}) + "\n" for step, table in zip(evaluated, tables)))
+    return path
+
+
+def drawn(axis):
+    """(x, y) of every line and of every row of markers in a panel."""
+    points = [([float(x) for x in line.get_xdata()], [float(y) for y in line.get_ydata()]) for line in axis.lines]
+    return [pair for pair, line in zip(points, axis.lines) if line.get_linestyle() != "None"], [
+        pair for pair, line in zip(points, axis.lines) if line.get_linestyle() == "None" and pair[0]
+    ]
+
+
+def test_plot_draws_what_the_run_folders_hold(tmp_path):
+    """Runs of different lengths, one without evaluations, all cut short: lines, markers, minutes and means by hand."""
+    pytest.importorskip("matplotlib")
+    import plot
+
+    folders = [fake_folder(tmp_path / "long", 4, evaluated=(0, 3, 7)), fake_folder(tmp_path / "short", 2), fake_folder(tmp_path / "one", 1, seed=1)]
+    figure = plot.draw(folders)
+    panels = {axis.get_title(loc="left"): axis for axis in figure.axes}
+    expected = {
+        "Reward": [0.5, 1.5, 2.5, 3.5], "Accuracy": [0.1, 0.2, 0.3, 0.4], "Response length": [101, 102, 103, 104],
+        "Entropy": [1, 1 / 2, 1 / 3, 1 / 4], "Clip share": [1.2, 2.2, 3.2, 4.2], "Accuracy over time": [0.1, 0.2, 0.3, 0.4],
+    }  # fmt: skip
+    assert list(panels) == list(expected)
+    minutes = [0.5, 30 / 60 + 50 / 60, 80 / 60 + 70 / 60, 150 / 60 + 90 / 60]  # a step takes 20 · step + 10 seconds
+    for title, values in expected.items():
+        lines, _ = drawn(panels[title])
+        for (x, y), length in zip(lines, (4, 2, 1), strict=True):
+            assert y == pytest.approx(values[:length]) and x == pytest.approx(minutes[:length] if title == "Accuracy over time" else [1, 2, 3, 4][:length])
+        assert len({(line.get_color(), line.get_linestyle()) for line in panels[title].lines if line.get_linestyle() != "None"}) == 3
+    for title, places in (("Accuracy", [0, 3]), ("Accuracy over time", [0, 2.5])):  # step 7 is not in the metrics, as after a crash
+        _, ((x, y),) = drawn(panels[title])
+        assert x == pytest.approx(places) and y == pytest.approx([0.6, 0.6])
+    assert "avg@4" in figure.get_suptitle() and "running" not in figure.get_suptitle()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "GRPO + AR (α=0.3), seed 0 (long)", "GRPO + AR (α=0.3), seed 0 (short)", "GRPO + AR (α=0.3), seed 1",
+    ]  # fmt: skip
+    figure = plot.draw(folders[:1], smooth=3)
+    (line,), (markers,) = drawn(figure.axes[1])
+    assert line[1] == pytest.approx([0.1, 0.15, 0.2, 0.3]) and markers[1] == pytest.approx([0.6, 0.6]) and "last 3 steps" in figure.get_suptitle()
+    assert drawn(figure.axes[5])[0][0][0] == pytest.approx(minutes)
+
+
+def test_plot_writes_a_picture_and_tells_runs_of_one_name_apart(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    import plot
+
+    folders = [fake_folder(tmp_path / parent / "A", 2) for parent in ("x", "y")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, folders)])
+    assert plot.main() == 0 and capsys.readouterr().out == "wrote plot.png\n"
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    labels = [text.get_text() for text in plot.draw([*folders, folders[0]]).legends[0].get_texts()]
+    assert len(labels) == 2 and all(str(folder) in label for folder, label in zip(folders, labels))
+
+
+def test_plot_says_what_is_wrong(tmp_path, monkeypatch, capsys):
+    """One sentence, exit code 2, no traceback."""
+    import plot
+
+    good, bare, odd = fake_folder(tmp_path / "good", 2), tmp_path / "bare", fake_folder(tmp_path / "odd", 2)
+    bare.mkdir()
+    (odd / "config.json").write_text("{")
+    no_step = fake_folder(tmp_path / "no step", 0)
+
+    def message(*flags):
+        monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, flags)])
+        assert plot.main() == 2
+        out, error = capsys.readouterr()
+        assert not out and len(error.splitlines()) == 1 and error.startswith("plot.py: ")
+        return error
+
+    assert f"there is no run folder {tmp_path / 'nowhere'}" in message(good, tmp_path / "nowhere")
+    assert f"{bare / 'metrics.jsonl'} is missing or holds no step" in message(bare)
+    assert f"{no_step / 'metrics.jsonl'} is missing or holds no step" in message(no_step)
+    assert f"{odd} cannot be read as a run folder" in message(odd)
+    assert "--smooth 0 is not a number of steps" in message(good, "--smooth", 0)
+    with monkeypatch.context() as without:
+        for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+            without.setitem(sys.modules, name, None)  # as if it were not installed
+        assert "pip install matplotlib" in message(good)
+    pytest.importorskip("matplotlib")
+    assert "No such file or directory" in message(good, "--output", tmp_path / "nowhere" / "plot.png")
+    assert "choose another --output" in message(good, "--output", tmp_path / "plot.nonsense")

@@ -122,7 +122,7 @@ def accuracy(line, measure="avg@1", size="mean", before=False):
     return statistics.mean(table[size][measure][0] for table in tables for size in sizes)
 
 
-T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # of Student's t at 97.5 %, by the number of values
+T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # of Student's t at 97.5 %, by the number of values
 
 
 def mean_and_interval(values):
@@ -139,6 +139,56 @@ def differences(lines, method, baseline="GRPO", **what):
     """`accuracy` minus that of the baseline with the same seed (hence the same prompts), for every seed that has both."""
     ours, theirs = by_seed(lines, method), by_seed(lines, baseline)
     return [accuracy(ours[seed], **what) - accuracy(theirs[seed], **what) for seed in sorted(ours) if seed in theirs]
+
+
+def verdict(effects):
+    """What differences that are claimed to be positive say: 'held', 'did not hold' or 'undecided' (95 % interval over seeds)."""
+    mean, half = mean_and_interval(effects)
+    if half is None or abs(mean) <= half:
+        return "undecided"
+    return "held" if mean > 0 else "did not hold"
+
+
+CLAIMS = [  # (what a paper says, method, compared with, +1: more accurate or -1: less)
+    ("AR beats GRPO", "AR", "GRPO", 1),
+    ("Lopti beats GRPO", "Lopti", "GRPO", 1),
+    ("AR + Lopti beats GRPO", "AR + Lopti", "GRPO", 1),
+    ("AR + Lopti beats AR", "AR + Lopti", "AR", 1),
+    ("AR + Lopti beats Lopti", "AR + Lopti", "Lopti", 1),
+    ("the reversed order is worse than GRPO", "reversed Lopti", "GRPO", -1),
+    ("the reversed order is worse than Lopti", "reversed Lopti", "Lopti", -1),
+    ("high-probability tokens alone are worse than all", "high only", "GRPO", -1),
+    ("AR + Lopti helps REINFORCE++ too", "REINFORCE++ + AR + Lopti", "REINFORCE++", 1),
+    ("STAPO beats GRPO", "STAPO", "GRPO", 1),
+    ("the highest-entropy 20 % beat all tokens", "80/20", "GRPO", 1),
+    ("the lowest-entropy 80 % are worse than all", "lowest 80 %", "GRPO", -1),
+    ("the safe vocabulary beats the whole", "min-p", "GRPO", 1),
+    ("control: a second pass over the batch beats one", "GRPO, two passes", "GRPO", 1),
+    ("control: Lopti beats GRPO with as many optimizer steps", "Lopti", "GRPO, two passes", 1),
+    ("control: half the learning rate is worse", "GRPO, lr × 0.5", "GRPO", -1),
+    ("control: twice the learning rate is worse", "GRPO, lr × 2", "GRPO", -1),
+    ("control: four times the learning rate is worse", "GRPO, lr × 4", "GRPO", -1),
+]
+CLAIMS_HEAD = ("claim", "difference in sampled accuracy, 95 % interval", "seeds", "verdict")
+
+
+def claims(lines):
+    """A row of CLAIMS_HEAD for each claim that there are runs for."""
+    found = []
+    for claim, method, baseline, sign in CLAIMS:
+        values = differences(lines, method, baseline)
+        if values:
+            mean, half = mean_and_interval(values)
+            interval = f"{mean:+.3f}" + (f" [{mean - half:+.3f}, {mean + half:+.3f}]" if half is not None else "")
+            found.append((claim, interval, len(values), verdict([sign * value for value in values])))
+    return found
+
+
+def collapsed(line, width=10, drop=0.1):
+    """Whether a run's training accuracy, averaged over `width` steps, ends at least `drop` below its best such average."""
+    values = line["metrics"]["accuracy"]
+    means = [statistics.mean(values[start : start + width]) for start in range(len(values) - width + 1)]
+    return means[-1] <= max(means) - drop
 
 
 def table(lines):
@@ -166,6 +216,8 @@ def table(lines):
         masked = statistics.mean(value for run in runs for value in run["metrics"]["masked_share"])
         seconds = statistics.median(sum(step) for run in runs for step in zip(*(run["metrics"][f"seconds/{phase}"] for phase in PHASES)))
         out.append(f"{method:<26}{len(runs):>5} {' '.join(cells)} {length:>7.0f} {entropy:>8.3f} {masked:>7.1%} {seconds:>7.2f}")
+    out += ["", f"{CLAIMS_HEAD[0]:<58}{CLAIMS_HEAD[1]:<48}{CLAIMS_HEAD[2]:<7}{CLAIMS_HEAD[3]}"]
+    out += [f"{claim:<58}{effect:<48}{seeds:<7}{said}" for claim, effect, seeds, said in claims(lines)]
     return "\n".join(line.rstrip() for line in out)
 
 
