@@ -168,57 +168,75 @@ CLAIMS = [  # (what a paper says, method, compared with, +1: more accurate or -1
     ("control: half the learning rate is worse", "GRPO, lr × 0.5", "GRPO", -1),
     ("control: twice the learning rate is worse", "GRPO, lr × 2", "GRPO", -1),
     ("control: four times the learning rate is worse", "GRPO, lr × 4", "GRPO", -1),
+    ("α = 1 is worse than α = 0.3", "AR α = 1", "AR", -1),
+    ("η = 0.9 is worse than η = 0.5", "Lopti η = 0.9", "Lopti", -1),
 ]
-CLAIMS_HEAD = ("claim", "difference in sampled accuracy, 95 % interval", "seeds", "verdict")
 
 
 def claims(lines):
-    """A row of CLAIMS_HEAD for each claim that there are runs for."""
-    found = []
+    """The head and a row for each claim that there are runs for: how large, how sure, and what follows."""
+    found = [("claim", "difference in sampled accuracy", "95 % interval", "seeds", "verdict")]
     for claim, method, baseline, sign in CLAIMS:
         values = differences(lines, method, baseline)
         if values:
             mean, half = mean_and_interval(values)
-            interval = f"{mean:+.3f}" + (f" [{mean - half:+.3f}, {mean + half:+.3f}]" if half is not None else "")
-            found.append((claim, interval, len(values), verdict([sign * value for value in values])))
+            interval = f"{mean - half:+.3f} to {mean + half:+.3f}" if half is not None else ""
+            found.append((claim, f"{mean:+.3f}", interval, f"{len(values)}", verdict([sign * value for value in values])))
     return found
 
 
 def collapsed(line, width=10, drop=0.1):
     """Whether a run's training accuracy, averaged over `width` steps, ends at least `drop` below its best such average."""
     values = line["metrics"]["accuracy"]
-    means = [statistics.mean(values[start : start + width]) for start in range(len(values) - width + 1)]
+    means = [statistics.mean(values[start : start + width]) for start in range(max(1, len(values) - width + 1))]
     return means[-1] <= max(means) - drop
 
 
-def table(lines):
-    """Accuracy per method and size, the difference to GRPO within pairs, and how the runs ended."""
-    if not lines:
-        return "no results yet"
+def number_and_interval(values, sign=""):
+    mean, half = mean_and_interval(values)
+    return f"{mean:{sign}.3f}" + (f" ± {half:.3f}" if half is not None else "")
 
-    def cell(values, signed=False):
-        mean, half = mean_and_interval(values)
-        return f"{mean:+.3f}" * signed + f"{mean:.3f}" * (not signed) + (f" ± {half:.3f}" if half is not None else " " * 8)
 
-    head = f"{'':<26}{'seeds':>5} {'2 people':>15} {'3 people':>15} {'mean':>15} {'against GRPO':>16} {'greedy':>15} {'length':>7} {'entropy':>8} {'masked':>7} {'s/step':>7}"
-    before = [f"{accuracy(lines[0], size=size, before=True):.3f}".ljust(15) for size in ("2", "3", "mean")]
-    greedy = accuracy(lines[0], "greedy", before=True)
-    out = [head, f"{'before':<26}{'':>5} {' '.join(before)} {'':>16} {greedy:.3f}"]
+def accuracies(lines):
+    """The paper's table: the head and a row for each method with its sampled accuracy by size and what it gained over GRPO
+    (runs of 120 steps over GRPO's of 120)."""
+    found = [("sampled accuracy", "seeds", "2 people", "3 people", "mean", "against GRPO, same seeds", "relative")]
+    found += [("before training", "", *(f"{accuracy(lines[0], size=size, before=True):.3f}" for size in ("2", "3", "mean")), "", "")]
     for method in METHODS:
-        runs = list(by_seed(lines, method).values())
-        if not runs:
-            continue
-        cells = [f"{cell([accuracy(run, size=size) for run in runs]):>15}" for size in ("2", "3", "mean")]
-        compared = differences(lines, method) if method != "GRPO" and not method.endswith("long") else []
-        cells.append(f"{cell(compared, signed=True) if compared else '':>16}")
-        cells.append(f"{cell([accuracy(run, 'greedy') for run in runs]):>15}")
-        length, entropy = (statistics.mean(value for run in runs for value in run["metrics"][key][-3:]) for key in ("completions/mean_length", "entropy"))
-        masked = statistics.mean(value for run in runs for value in run["metrics"]["masked_share"])
-        seconds = statistics.median(sum(step) for run in runs for step in zip(*(run["metrics"][f"seconds/{phase}"] for phase in PHASES)))
-        out.append(f"{method:<26}{len(runs):>5} {' '.join(cells)} {length:>7.0f} {entropy:>8.3f} {masked:>7.1%} {seconds:>7.2f}")
-    out += ["", f"{CLAIMS_HEAD[0]:<58}{CLAIMS_HEAD[1]:<48}{CLAIMS_HEAD[2]:<7}{CLAIMS_HEAD[3]}"]
-    out += [f"{claim:<58}{effect:<48}{seeds:<7}{said}" for claim, effect, seeds, said in claims(lines)]
-    return "\n".join(line.rstrip() for line in out)
+        if runs := list(by_seed(lines, method).values()):
+            row = [method, f"{len(runs)}", *(number_and_interval([accuracy(run, size=size) for run in runs]) for size in ("2", "3", "mean"))]
+            baseline = "GRPO, long" if method in LONG else "GRPO"
+            if method != baseline and (compared := differences(lines, method, baseline)):
+                theirs = statistics.mean(accuracy(run) for seed, run in by_seed(lines, baseline).items() if seed in by_seed(lines, method))
+                row += [number_and_interval(compared, "+"), f"{statistics.mean(compared) / theirs:+.1%}"]
+            found.append((*row, *[""] * (7 - len(row))))
+    return found
+
+
+def endings(lines):
+    """The head and a row for each method: greedy accuracy, the last three training steps, and what it cost."""
+    found = [("how it ended", "greedy accuracy", "length", "entropy", "masked tokens", "seconds a step", "collapsed")]
+    found += [("before training", f"{accuracy(lines[0], 'greedy', before=True):.3f}", *[""] * 5)]
+    for method in METHODS:
+        if runs := list(by_seed(lines, method).values()):
+            length, entropy = (statistics.mean(value for run in runs for value in run["metrics"][key][-3:]) for key in ("completions/mean_length", "entropy"))
+            masked = statistics.mean(value for run in runs for value in run["metrics"]["masked_share"])
+            seconds = statistics.median(sum(step) for run in runs for step in zip(*(run["metrics"][f"seconds/{phase}"] for phase in PHASES)))
+            fallen = f"{sum(map(collapsed, runs))} of {len(runs)}"
+            found.append((method, number_and_interval([accuracy(run, "greedy") for run in runs]), f"{length:.0f}", f"{entropy:.3f}", f"{masked:.2%}", f"{seconds:.1f}", fallen))
+    return found
+
+
+def markdown(rows):
+    """Rows of text, the first of them the head, as a Markdown table that also reads well as it stands."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows)
+
+
+def table(lines):
+    """Accuracy per method and size, how the runs ended, and what became of the claims."""
+    return "\n\n".join(markdown(rows(lines)) for rows in (accuracies, endings, claims)) if lines else "no results yet"
 
 
 def main():
