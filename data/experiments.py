@@ -51,7 +51,8 @@ CONTROLS = {  # what the paper does not show: is it the number of optimizer step
 SWEEPS = {f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.2, 0.5, 0.7, 1)}
 SWEEPS |= {f"Lopti η = {eta}": f"--eta {eta}" for eta in (0.1, 0.3, 0.7, 0.9)}
 LONG = {f"{name}, long": f"{PRIMARY[name]} --steps 120 --eval-from 116".strip() for name in ("GRPO", "Lopti", "reversed Lopti")}
-METHODS = PRIMARY | OTHERS | CONTROLS | SWEEPS | LONG
+AFTERWARDS = {"low only": "--eta 0.5 --update-only low"}  # added after the first runs, to explain them
+METHODS = PRIMARY | OTHERS | CONTROLS | AFTERWARDS | SWEEPS | LONG
 
 PLAN = [
     *[(name, 0) for name in PRIMARY | OTHERS | CONTROLS],
@@ -60,6 +61,7 @@ PLAN = [
     *[(name, seed) for seed in (3, 4) for name in PRIMARY | CONTROLS | OTHERS],
     *[(name, seed) for seed in (0, 1, 2) for name in LONG],
     *[(name, seed) for seed in (0, 1, 2) for name in SWEEPS],
+    *[(name, seed) for seed in (0, 1, 2) for name in AFTERWARDS],
 ]  # a list of (method, seed), in the order in which they run
 
 # The default job with more held-out puzzles (250 of each size, made for this and used for nothing else), and with
