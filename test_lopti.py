@@ -1537,6 +1537,8 @@ def test_presets_and_explicit_flags():
     assert {name: getattr(paper, name) for name in settings} == settings
     assert lopti.parse_arguments(["--preset", "kk", "--temperature", "1.0"]).temperature == 1.0
     assert lopti.parse_arguments(["--temperature", "0.9", "--preset", "kk"]).temperature == 0.9
+    sizes = [(args.prompts_per_step, args.mini_batch_size) for args in map(lopti.parse_arguments, ([], ["--task", "math"], ["--task", "math", "--prompts-per-step", "8"]))]
+    assert sizes == [(16, 64), (64, 256), (8, 256)]
 
 
 def test_help_documents_every_field(capsys):
@@ -2191,7 +2193,7 @@ def test_out_of_memory_names_three_flags(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(lopti, "sample", full)
     error = message_of(capsys, *SMALL, "--output", tmp_path)
-    for words in ("--tokens-per-microbatch (now 4096)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
+    for words in ("--tokens-per-microbatch (now 2048)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
         assert words in error
 
 
