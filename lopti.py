@@ -152,20 +152,23 @@ def strip_end(ids, end_ids):
 
 
 class TokenScores(NamedTuple):
-    """What a policy says about the tokens of a rollout, each (B, T) and 0 or False outside the response."""
+    """What a policy says about tokens of a rollout, each (B, T) and 0 or False for other tokens and padding."""
 
     logprobs: torch.Tensor  # log π(o_t | q, o_<t), float32
     entropies: torch.Tensor  # H of π(· | q, o_<t) in nats, without a gradient; None where not asked for
     safe: torch.Tensor  # True where the token is in the safe vocabulary; everywhere with min_p = 0
 
 
-def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True):
+def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True, tokens=None):
     """log π(o_t | q, o_<t) = log_softmax(logits / temperature) at the sampled token; returns TokenScores.
 
     The temperature is the one of sampling, because the π of Eqs. 1 and 4 is the distribution that the tokens were
-    drawn from. With `min_p` > 0 the softmax goes over the safe vocabulary only.
+    drawn from. With `min_p` > 0 the softmax goes over the safe vocabulary only. Logits are made for `tokens` (B, T),
+    by default all of the response, so that Lopti's two stages make each token's once.
     """
-    states, to_logits = response_states(model, rollout)  # (N, hidden size): N response tokens, without padding
+    tokens = rollout.mask if tokens is None else tokens
+    states, to_logits = response_states(model, rollout)  # (number of response tokens, hidden size), without padding
+    states = states[tokens[rollout.mask]]  # (N, hidden size)
 
     def of(states, ids):  # n of them at a time
         logits = to_logits(states).float() / temperature  # (n, V)
@@ -177,8 +180,8 @@ def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True):
         logprobs = (logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1)).masked_fill(~safe, 0.0)
         return logprobs, entropy(logits.detach()) if with_entropy else torch.zeros_like(logprobs), safe
 
-    found = in_chunks(of, states, rollout.response_ids[rollout.mask], vocabulary_size=model.config.get_text_config().vocab_size)
-    logprobs, entropies, safe = (torch.zeros(rollout.mask.shape, dtype=part.dtype, device=part.device).masked_scatter(rollout.mask, part) for part in found)
+    found = in_chunks(of, states, rollout.response_ids[tokens], vocabulary_size=model.config.get_text_config().vocab_size)
+    logprobs, entropies, safe = (torch.zeros(tokens.shape, dtype=part.dtype, device=part.device).masked_scatter(tokens, part) for part in found)
     return TokenScores(logprobs, entropies if with_entropy else None, safe)
 
 
@@ -371,17 +374,17 @@ def update(policy, optimizer, rollout, tokens, args):
             busy = [row for row in busy if batch.advantages[row].any()] or busy[:1]
         for micro in micro_batches(busy, batch.lengths(), args.tokens_per_microbatch):
             part = batch.part(micro)
-            scores = token_logprobs(policy, part, args.temperature, args.min_p, with_entropy=False)
+            in_loss = to_update[micro, : part.mask.shape[1]]
+            scores = token_logprobs(policy, part, args.temperature, args.min_p, with_entropy=False, tokens=in_loss)
             loss, stats = policy_loss(
                 scores.logprobs, part.old_logprobs, part.advantages, part.mask,
-                update_mask=to_update[micro, : part.mask.shape[1]] & scores.safe,
-                ref_logprobs=part.ref_logprobs,
+                update_mask=in_loss & scores.safe, ref_logprobs=part.ref_logprobs,
                 clip_low=args.clip_low, clip_high=args.clip_high, clip_dual=args.clip_dual,
                 kl_coef=args.kl_coef, normalizer=kept.sum(),
             )  # fmt: skip
             loss.backward()
             sums.update(stats)
-            sums["unsafe_tokens"] += int((part.mask & ~scores.safe).sum())
+            sums["unsafe_tokens"] += int((in_loss & ~scores.safe).sum())
         sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
         if sums["updated_share"] == 0:  # every token has left the safe vocabulary
             totals["skipped_steps"] += 1
