@@ -1474,6 +1474,51 @@ def test_collapse_is_a_fall_of_a_tenth_below_the_best():
     assert not experiments.collapsed(run([0.8] * 20 + [0.6] * 4))  # the mean of 10 steps has fallen by .08 only
 
 
+def notebook():
+    return json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
+
+
+def pictures(cells):
+    """How many pictures each code cell shows."""
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    return [sum("image/png" in output.get("data", {}) for output in cell["outputs"]) for cell in code]
+
+
+def test_committed_notebook_is_executed_and_restates_nothing():
+    """It has its outputs, in order and without errors; what lopti.py and rewards.py define it imports."""
+    code = [cell for cell in notebook()["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert sum(pictures(code)) >= 12
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not any(output["output_type"] == "error" or output.get("name") == "stderr" for output in outputs)
+    defined = {name for cell in code for name in re.findall(r"^(?:def|class) (\w+)", "".join(cell["source"]), re.MULTILINE)}
+    assert not defined & (set(dir(lopti)) | set(dir(rewards)) | set(dir(__import__("experiments"))))
+    assert "/home" not in json.dumps(outputs) and "/tmp" not in json.dumps(outputs)
+
+
+def test_notebook_runs_with_every_picture(tmp_path):
+    """From top to bottom with fewer batches: no error, and the same pictures in the same cells as committed."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
+    wanted = pictures(book.cells)
+    os.environ["LOPTI_QUICK"] = "1"  # the kernel inherits it
+    try:
+        nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}}).execute()
+    finally:
+        del os.environ["LOPTI_QUICK"]
+    assert pictures(book.cells) == wanted
+
+
+def test_readme_shows_the_results_that_are_there():
+    """The accuracies and the verdicts in the README are those of data/results/runs.jsonl, to the last digit."""
+    import experiments
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = experiments.read_lines(experiments.RESULTS)
+    assert experiments.markdown(experiments.accuracies(lines)) in text
+    assert experiments.markdown(experiments.claims(lines)) in text
+
+
 def test_worked_solutions_are_right():
     rng = random.Random(0)
     for people in (2, 3, 5):
