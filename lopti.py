@@ -877,8 +877,8 @@ class OneLineParser(argparse.ArgumentParser):
 
 def build_parser():
     """--help, grouped as Arguments is; flags that are not given leave the preset's value."""
-    changed = {"tiny with --task math": TINY_MATH, "kk": PRESETS["kk"], "math": PRESETS["math"]}
-    presets = "\n".join(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in values.items()) for name, values in changed.items())
+    changed = {"tiny with --task math": TINY_MATH, **PRESETS}
+    presets = "\n".join(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in values.items()) for name, values in changed.items() if values)
     parser = OneLineParser(
         prog="lopti.py", usage="python lopti.py [flags]", description=__doc__.split("\n\nRead it")[0],
         epilog=f"presets (tiny: the defaults above):\n{presets}", formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -912,8 +912,8 @@ def parse_arguments(argv=None):
     if given.get("resume"):
         args = resumed_arguments(given, preset)
     else:
-        values = PRESETS[preset or "tiny"] or (TINY_MATH if given.get("task") == "math" else {})
-        args = Arguments(**{**values, **given})
+        tiny_math = preset in (None, "tiny") and given.get("task") == "math"
+        args = Arguments(**{**(TINY_MATH if tiny_math else PRESETS[preset or "tiny"]), **given})
     check_arguments(args)
     return args
 

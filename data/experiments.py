@@ -195,6 +195,7 @@ def collapsed(line, width=10, drop=0.1):
 
 
 def number_and_interval(values, sign=""):
+    """'0.787 ± 0.014'; the mean alone for a single value. `sign="+"` writes plus signs too."""
     mean, half = mean_and_interval(values)
     return f"{mean:{sign}.3f}" + (f" ± {half:.3f}" if half is not None else "")
 
