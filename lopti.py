@@ -1580,6 +1580,8 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
     `dtype` is that of the forward passes: auto takes bfloat16 on a GPU that has it, else float32.
     """
     folder, device = Path(name), torch.device(device)
+    if not folder.exists() and (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2):  # the hub knows owner/name
+        raise UserError(f"there is no model folder {name}: give one that is there, or a model of the hub as owner/name")
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"the model folder {name} holds no weights (*.safetensors)")
     try:

@@ -1852,6 +1852,8 @@ def test_prompts_come_in_whole_rounds():
         (("--data", "{broken}"), "cannot load the data"),
         (("--data", "{holes}"), "row 2 of the data"),
         (("--model", "{weightless}"), "holds no weights"),
+        (("--model", "runs/nowhere/final"), "there is no model folder runs/nowhere/final"),
+        (("--model", "./nowhere"), "there is no model folder ./nowhere"),
         (("--model", "no/such-model-anywhere"), "cannot load the model no/such-model-anywhere"),
         (("--device", "cuda:7x"), "--device cuda:7x"),
         (("--device", "toaster"), "--device toaster: no such device here"),

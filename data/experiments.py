@@ -16,6 +16,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -250,6 +251,8 @@ def main():
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
     parser.add_argument("--table", action="store_true", help="print the table of what is there and stop")
     args = parser.parse_args()
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--table | head` ends quietly
     done = {(line["method"], line["seed"]) for line in read_lines(RESULTS)}
     todo = [entry for entry in PLAN if entry not in done]
     if args.list:

@@ -92,7 +92,7 @@ def band(axis, x, runs, *, label, number=0):
 def effects(axis, names, values, *, label, zero=0.0):
     """A row for each name: its mean, its 95 % interval as a line, and every single value as a dot. `values`: (mean, half, singles)."""
     for row, (mean, half, singles) in enumerate(values):
-        axis.plot(singles, [row] * len(singles), "o", color="#56B4E9", markersize=4, zorder=1)
+        axis.plot(singles, [row] * len(singles), "o", markerfacecolor="white", markeredgecolor="black", markersize=4, zorder=2.5)
         if half is not None:
             axis.plot([mean - half, mean + half], [row, row], color="#0072B2", linewidth=2.5)
         axis.plot([mean], [row], "D", color="#D55E00", markersize=6, zorder=3)
