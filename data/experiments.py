@@ -52,7 +52,10 @@ CONTROLS = {  # what the paper does not show: is it the number of optimizer step
 SWEEPS = {f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.2, 0.5, 0.7, 1)}
 SWEEPS |= {f"Lopti η = {eta}": f"--eta {eta}" for eta in (0.1, 0.3, 0.7, 0.9)}
 LONG = {f"{name}, long": f"{PRIMARY[name]} --steps 120 --eval-from 116".strip() for name in ("GRPO", "Lopti", "reversed Lopti")}
-AFTERWARDS = {"low only": "--eta 0.5 --update-only low"}  # added after the first runs, to explain them
+AFTERWARDS = {  # added after the first runs, to explain them
+    "low only": "--eta 0.5 --update-only low",
+    "Lopti, lr × 0.5": "--eta 0.5 --learning-rate 5e-5",
+}
 METHODS = PRIMARY | OTHERS | CONTROLS | AFTERWARDS | SWEEPS | LONG
 
 PLAN = [
