@@ -615,7 +615,9 @@ def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretc
         cache.layers = [RoomyLayer(stretch) if type(layer) is DynamicLayer else layer for layer in cache.layers]
         if prompt_ids.shape[1] > 1:
             head, seen = prompt_ids[:, :-1], prompt_mask[:, :-1]  # generate reads the last prompt token itself
-            model(input_ids=head, attention_mask=seen, position_ids=positions(seen), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            read = model(input_ids=head, attention_mask=seen, position_ids=positions(seen), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            if (read.logits.isnan() | read.logits.isposinf()).any():
+                raise UserError("the model's logits are not finite: its weights are damaged, or training has diverged; try a lower --learning-rate")
             cache.batch_repeat_interleave(group_size)
         while len(going) and done < settings.max_new_tokens:
             settings_now = copy.copy(settings)
@@ -949,7 +951,10 @@ def check_arguments(args):
         raise UserError("--top-entropy and --bottom-entropy exclude each other")
     if args.group_size < (2 if args.advantage == "grpo" else 1):
         raise UserError(f"--group-size must be at least 2, not {args.group_size}: GRPO compares the responses to one prompt with each other")
-    for name in ("temperature", "eval_temperature", "learning_rate", "clip_dual", "max_grad_norm", "reward_timeout"):
+    for name in ("temperature", "eval_temperature", "learning_rate", "reward_timeout"):
+        if not 0 < getattr(args, name) < math.inf:
+            raise UserError(f"--{name.replace('_', '-')} must be above 0 and finite, not {getattr(args, name)}")
+    for name in ("clip_dual", "max_grad_norm"):  # where infinity means no clip
         if not getattr(args, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
     for name in ("keep", "passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "tokens_per_microbatch"):
@@ -957,8 +962,10 @@ def check_arguments(args):
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     for name in ("clip_low", "clip_high", "kl_coef", "weight_decay", "steps", "epochs", "mini_batch_size", "sample_batch_size",
                  "eval_every", "eval_from", "eval_size", "eval_samples", "show", "benchmark", "save_every"):  # fmt: skip
-        if getattr(args, name) < 0:
+        if not getattr(args, name) >= 0:
             raise UserError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
+    if not 0 <= args.seed < 2**32:
+        raise UserError(f"--seed must lie between 0 and {2**32 - 1}, not {args.seed}")
     if args.update_only and args.eta == 0:
         raise UserError(f"--update-only {args.update_only} needs --eta above 0 to tell the two groups apart")
     if not (args.steps or args.epochs or args.eval_only or args.benchmark):

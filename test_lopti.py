@@ -1845,6 +1845,9 @@ def test_prompts_come_in_whole_rounds():
         (("--alpha", "1.5"), "--alpha must lie between 0 and 1, not 1.5"),
         (("--eta", "-0.1"), "--eta must lie between 0 and 1"),
         (("--alpha", "nan"), "--alpha must lie between 0 and 1"),
+        (("--learning-rate", "inf"), "--learning-rate must be above 0 and finite"),
+        (("--kl-coef", "nan"), "--kl-coef must not be negative"),
+        (("--seed", "-1"), "--seed must lie between 0 and 4294967295"),
         (("--group-size", "1"), "--group-size must be at least 2"),
         (("--data", "nowhere.jsonl"), "there is no data file nowhere.jsonl"),
         (("--data", "{empty}"), "is empty"),
@@ -2176,6 +2179,18 @@ def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
     monkeypatch.setattr(lopti, "policy_loss", sometimes)
     after, (stats,) = trained_weights(Arguments(mini_batch_size=4))
     assert stats["optimizer_steps"] == 2 and stats["nonfinite_steps"] == 1 and torch.isfinite(after).all()
+
+
+def test_a_policy_without_finite_logits_cannot_sample(monkeypatch, tmp_path, capsys):
+    load = lopti.load_model
+
+    def broken(*inputs, **options):
+        model, tokenizer = load(*inputs, **options)
+        model.lm_head.weight.data.fill_(float("nan"))
+        return model, tokenizer
+
+    monkeypatch.setattr(lopti, "load_model", broken)
+    assert "logits are not finite" in message_of(capsys, *SMALL, "--output", tmp_path)
 
 
 def test_a_run_of_non_finite_steps_stops_with_a_checkpoint_from_before(whole_run, tmp_path, capsys, monkeypatch):
