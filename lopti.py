@@ -1208,7 +1208,7 @@ def evaluate(policy, tokenizer, rows, args):
     {difficulty: {"greedy": ..., "avg@k": ..., "pass@k": ..., "length": ..., "prompts": n}} and, for each row,
     its (response, reward) pairs, the greedy one first.
     """
-    task, k = TASKS[args.task], args.eval_samples
+    k = args.eval_samples
     answered = [[] for _ in rows]
     with torch.random.fork_rng():
         torch.manual_seed(args.seed + 1)
