@@ -1426,7 +1426,7 @@ def test_experiments_go_on_where_they_were(tmp_path, monkeypatch, capsys):
 def test_the_plan_is_the_one_of_the_design():
     import experiments
 
-    assert len(experiments.PLAN) == len(set(experiments.PLAN)) == 5 * 16 + 3 * 3 + 3 * 9 + 2 * 3
+    assert len(experiments.PLAN) == len(set(experiments.PLAN)) == 5 * 16 + 5 + 3 * 3 + 3 * 9 + 2 * 3
     for name in experiments.PRIMARY | experiments.OTHERS | experiments.CONTROLS:
         assert all((name, seed) in experiments.PLAN for seed in range(5))
     seconds, first, third = (experiments.PLAN.index(entry) for entry in (("AR + Lopti", 2), ("min-p", 0), ("AR", 3)))

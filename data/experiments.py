@@ -56,13 +56,15 @@ AFTERWARDS = {  # added after the first runs, to explain them
     "low only": "--eta 0.5 --update-only low",
     "Lopti, lr × 0.5": "--eta 0.5 --learning-rate 5e-5",
 }
-METHODS = PRIMARY | OTHERS | CONTROLS | AFTERWARDS | SWEEPS | LONG
+AGAIN = {"GRPO again": "--tokens-per-microbatch 1024"}  # the same method with other rounding: how large is chance?
+METHODS = PRIMARY | OTHERS | CONTROLS | AGAIN | AFTERWARDS | SWEEPS | LONG
 
 PLAN = [
     *[(name, 0) for name in PRIMARY | OTHERS | CONTROLS],
     *[(name, seed) for seed in (1, 2) for name in PRIMARY],
     *[(name, seed) for seed in (1, 2) for name in CONTROLS | OTHERS],
     *[(name, seed) for seed in (3, 4) for name in PRIMARY | CONTROLS | OTHERS],
+    *[(name, seed) for seed in range(5) for name in AGAIN],
     *[(name, seed) for seed in (0, 1, 2) for name in LONG],
     *[(name, seed) for seed in (0, 1, 2) for name in SWEEPS],
     *[(name, seed) for seed in (0, 1, 2) for name in AFTERWARDS],
