@@ -1426,7 +1426,7 @@ def test_experiments_go_on_where_they_were(tmp_path, monkeypatch, capsys):
 def test_the_plan_is_the_one_of_the_design():
     import experiments
 
-    assert len(experiments.PLAN) == len(set(experiments.PLAN)) == 5 * 16 + 5 + 3 * 3 + 3 * 9 + 2 * 3
+    assert len(experiments.PLAN) == len(set(experiments.PLAN)) == 5 * 16 + 2 * 5 + 3 * 3 + 3 * 9 + 2 * 3
     for name in experiments.PRIMARY | experiments.OTHERS | experiments.CONTROLS:
         assert all((name, seed) in experiments.PLAN for seed in range(5))
     seconds, first, third = (experiments.PLAN.index(entry) for entry in (("AR + Lopti", 2), ("min-p", 0), ("AR", 3)))
@@ -1458,9 +1458,12 @@ def test_claims_are_judged_by_their_intervals():
     lines = [fake_run(name, seed, [base + 0.01 * seed]) for name, base in (("GRPO", 0.8), ("high only", 0.4), ("AR", 0.6)) for seed in range(5)]
     head, *found = experiments.claims(lines)
     assert found == [
-        ("AR beats GRPO", "-0.150", "-0.150 to -0.150", "5", "did not hold"),
-        ("high-probability tokens alone are worse than all", "-0.300", "-0.300 to -0.300", "5", "held"),
+        ("AR beats GRPO", "-0.150", "-0.150 to -0.150", "5", "did not hold", ""),
+        ("high-probability tokens alone are worse than all", "-0.300", "-0.300 to -0.300", "5", "held", ""),
     ]
+    lines += [fake_run("GRPO again", seed, [0.2 + 0.01 * seed]) for seed in range(5)]  # the mean of both GRPOs is 0.5 on 2 people
+    head, first, second = experiments.claims(lines)
+    assert first[-1] == "+0.075 ± 0.000 held" and second[-1] == "-0.075 ± 0.000 held" and first[:-1] == found[0][:-1]
 
 
 def test_collapse_is_a_fall_of_a_tenth_below_the_best():
