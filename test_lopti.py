@@ -1451,19 +1451,31 @@ def test_claims_are_judged_by_their_intervals():
     """One-sided on the claimed side: held; on the other: did not hold; interval over 0 or one seed: undecided."""
     import experiments
 
-    assert experiments.verdict([0.1, 0.12, 0.11]) == "held" and experiments.verdict([-0.1, -0.12, -0.11]) == "did not hold"
-    assert experiments.verdict([0.1, -0.1, 0.3]) == experiments.verdict([0.5]) == "undecided"
+    def verdict(values):
+        return experiments.verdict(*experiments.mean_and_interval(values))
+
+    assert verdict([0.1, 0.12, 0.11]) == "held" and verdict([-0.1, -0.12, -0.11]) == "did not hold"
+    assert verdict([0.1, -0.1, 0.3]) == verdict([0.5]) == "undecided"
     for claim, method, baseline, sign in experiments.CLAIMS:
         assert method in experiments.METHODS and baseline in experiments.METHODS and sign in (1, -1)
     lines = [fake_run(name, seed, [base + 0.01 * seed]) for name, base in (("GRPO", 0.8), ("high only", 0.4), ("AR", 0.6)) for seed in range(5)]
-    head, *found = experiments.claims(lines)
-    assert found == [
-        ("AR beats GRPO", "-0.150", "-0.150 to -0.150", "5", "did not hold", ""),
-        ("high-probability tokens alone are worse than all", "-0.300", "-0.300 to -0.300", "5", "held", ""),
+    _, *found = experiments.claims(lines)
+    assert [row[:-1] for row in found] == [
+        ("AR beats GRPO", "-0.150", "-0.150 to -0.150", "5", "did not hold"),
+        ("high-probability tokens alone are worse than all", "-0.300", "-0.300 to -0.300", "5", "held"),
     ]
-    lines += [fake_run("GRPO again", seed, [0.2 + 0.01 * seed]) for seed in range(5)]  # the mean of both GRPOs is 0.5 on 2 people
-    head, first, second = experiments.claims(lines)
-    assert first[-1] == "+0.075 ± 0.000 held" and second[-1] == "-0.075 ± 0.000 held" and first[:-1] == found[0][:-1]
+
+
+def test_difference_to_all_runs_of_grpo():
+    """By hand: AR .9 and .7 against GRPO .4, .6 and .8 on 2 people, half of each on 3, hence .75 of it on average."""
+    import experiments
+
+    lines = [fake_run("GRPO", 0, [0.4]), fake_run("GRPO", 1, [0.6]), fake_run("GRPO, seeds 5 to 9", 5, [0.8]), fake_run("AR", 0, [0.9])]
+    assert experiments.difference_to_all(lines, "AR") == (pytest.approx(0.75 * 0.3), None)
+    mean, half = experiments.difference_to_all([*lines, fake_run("AR", 1, [0.7])], "AR")
+    assert mean == pytest.approx(0.75 * 0.2) and half == pytest.approx(0.75 * 12.706 * (0.02 / 2 + 0.04 / 3) ** 0.5)
+    _, row, *_ = experiments.claims([*lines, fake_run("AR", 1, [0.7])])
+    assert row[-1] == f"+0.150 ± {half:.3f} undecided"
 
 
 def test_collapse_is_a_fall_of_a_tenth_below_the_best():
