@@ -23,6 +23,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from plot import read_lines, running_mean
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "runs.jsonl"
 
@@ -81,10 +83,6 @@ PHASES = ("sampling", "rewarding", "scoring", "updating")
 KEPT = ("reward", "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl", "low_probability_share", "masked_share",
         "frac_reward_zero_std", "clip_ratio/low_mean", "clip_ratio/high_mean", "unsafe_tokens", "optimizer_steps", "grad_norm/all",
         "grad_norm/low", "grad_norm/high", *(f"seconds/{phase}" for phase in PHASES))  # fmt: skip
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 # ---- running
@@ -211,8 +209,13 @@ def claims(lines):
 def collapsed(line, width=10, drop=0.1):
     """Whether a run's training accuracy, averaged over `width` steps, ends at least `drop` below its best such average."""
     values = line["metrics"]["accuracy"]
-    means = [statistics.mean(values[start : start + width]) for start in range(max(1, len(values) - width + 1))]
+    means = running_mean(values, width)[min(width, len(values)) - 1 :]
     return means[-1] <= max(means) - drop
+
+
+def step_seconds(line):
+    """Seconds that each training step of a run took."""
+    return [sum(step) for step in zip(*(line["metrics"][f"seconds/{phase}"] for phase in PHASES))]
 
 
 def number_and_interval(values, sign=""):
@@ -245,7 +248,7 @@ def endings(lines):
         if runs := list(by_seed(lines, method).values()):
             length, entropy = (statistics.mean(value for run in runs for value in run["metrics"][key][-3:]) for key in ("completions/mean_length", "entropy"))
             masked = statistics.mean(value for run in runs for value in run["metrics"]["masked_share"])
-            seconds = statistics.median(sum(step) for run in runs for step in zip(*(run["metrics"][f"seconds/{phase}"] for phase in PHASES)))
+            seconds = statistics.median(seconds for run in runs for seconds in step_seconds(run))
             fallen = f"{sum(map(collapsed, runs))} of {len(runs)}"
             found.append((method, number_and_interval([accuracy(run, "greedy") for run in runs]), f"{length:.0f}", f"{entropy:.3f}", f"{masked:.2%}", f"{seconds:.1f}", fallen))
     return found

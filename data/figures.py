@@ -10,11 +10,10 @@ import numpy as np
 from IPython.display import Markdown
 
 import experiments
+from plot import COLOURS, LINES
 
 BINS = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
 BIN_COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
-COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#F0E442")
-LINES = ("-", "--", "-.", ":")
 
 plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 80, "savefig.bbox": "tight"})
 
