@@ -187,6 +187,9 @@ CLAIMS = [  # (what a paper says, method, compared with, +1: more accurate or -1
     ("control: four times the learning rate is worse", "GRPO, lr × 4", "GRPO", -1),
     ("α = 1 is worse than α = 0.3", "AR α = 1", "AR", -1),
     ("η = 0.9 is worse than η = 0.5", "Lopti η = 0.9", "Lopti", -1),
+    ("five times as long: Lopti beats GRPO", "Lopti, long", "GRPO, long", 1),
+    ("five times as long: the reversed order is worse than GRPO", "reversed Lopti, long", "GRPO, long", -1),
+    ("five times as long: the reversed order is worse than Lopti", "reversed Lopti, long", "Lopti, long", -1),
 ]
 
 
