@@ -941,10 +941,7 @@ def resumed_arguments(given, preset=None):
 
 def check_arguments(args):
     """Raise UserError for values that make no sense."""
-    for name in ("alpha", "eta"):
-        if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name} must lie between 0 and 1, not {getattr(args, name)}")
-    for name in ("top_entropy", "bottom_entropy", "stapo_tau", "stapo_quantile", "min_p"):
+    for name in ("alpha", "eta", "top_entropy", "bottom_entropy", "stapo_tau", "stapo_quantile", "min_p"):
         if not 0 <= getattr(args, name) <= 1:
             raise UserError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {getattr(args, name)}")
     if args.top_entropy and args.bottom_entropy:

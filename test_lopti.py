@@ -1524,14 +1524,17 @@ def test_notebook_runs_with_every_picture(tmp_path):
     assert pictures(book.cells) == wanted
 
 
-def test_readme_shows_the_results_that_are_there():
-    """The accuracies and the verdicts in the README are those of data/results/runs.jsonl, to the last digit."""
+def test_readme_and_notebook_show_the_results_that_are_there():
+    """Accuracies and verdicts in both are those of data/results/runs.jsonl, to the last digit."""
     import experiments
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
+    outputs = [output for cell in notebook()["cells"] if cell["cell_type"] == "code" for output in cell["outputs"]]
+    shown = ["".join(output.get("data", {}).get("text/markdown", "")) for output in outputs]
     lines = experiments.read_lines(experiments.RESULTS)
     assert experiments.markdown(experiments.accuracies(lines)) in text
-    assert experiments.markdown(experiments.claims(lines)) in text
+    claims = experiments.markdown(experiments.claims(lines))
+    assert claims in text and claims in shown
 
 
 def test_worked_solutions_are_right():
