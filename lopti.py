@@ -1655,6 +1655,17 @@ def run_command(args):
     return 128 + run.stop_signal
 
 
+def forward_operations(model, tokens, tokens_with_prompts, times=1):
+    """Floating-point operations of `times` forward passes over a rollout that make each token's logits once.
+
+    2 for each parameter and token: of the layers on prompts and responses, of the head on responses. Attention's own are not
+    counted, and input embeddings are looked up.
+    """
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    layers = sum(parameter.numel() for parameter in model.parameters() if parameter is not head and parameter is not embedding)
+    return 2 * (times * layers * tokens_with_prompts + head.numel() * tokens)
+
+
 def benchmark(policy, tokenizer, train_rows, args):
     """Time a few steps of GRPO and of Lopti, and print one table: the median of each phase.
 
@@ -1676,7 +1687,7 @@ def benchmark(policy, tokenizer, train_rows, args):
     for name, steps in measured.items():
         results[name] = {key: statistics.median(step[key] for step in steps) for key in steps[0] if key.startswith(("seconds/", "rollout/tokens"))}
         results[name] |= {key: max(step[key] or 0 for step in steps) for key in steps[0] if key.startswith("peak_memory")}
-    passes = {"scoring": 2 * (1 + bool(args.kl_coef)), "updating": 6}  # operations per parameter and token
+    passes = {"scoring": 1 + bool(args.kl_coef), "updating": 3}  # a backward pass is two forward passes
     print(f"\n{args.model} with {parameters / 1e6:,.1f} million parameters on {policy.device} ({policy.forward_dtype}): ", end="")
     print(f"{args.prompts_per_step} prompts x {args.group_size} responses, median of {args.benchmark} steps after one to warm up\n")
     print(f"{'method':<8}{'phase':<12}{'seconds':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'peak GiB':>10}")
@@ -1685,13 +1696,14 @@ def benchmark(policy, tokenizer, train_rows, args):
         for phase in ("sampling", "rewarding", "scoring", "updating"):
             seconds = found[f"seconds/{phase}"]
             whole += seconds
-            operations = passes.get(phase, 0) * (2 if name == "Lopti" and phase == "updating" else 1) * parameters * found["rollout/tokens_with_prompts"]
+            stages = 2 if name == "Lopti" and phase == "updating" else 1
+            operations = passes.get(phase, 0) * forward_operations(policy, tokens, found["rollout/tokens_with_prompts"], stages)
             speed = f"{operations / seconds / 1e12:.2f}" if operations else ""
             print(f"{name:<8}{phase:<12}{seconds:>9.3f}{tokens / seconds:>11,.0f}{speed:>9}{found[f'peak_memory_gib/{phase}']:>10.2f}")
         print(f"{name:<8}{'whole step':<12}{whole:>9.3f}{tokens / whole:>11,.0f}{'':>9}{found['peak_memory_gib']:>10.2f}")
     ratio = statistics.median(lopti["seconds/updating"] / grpo["seconds/updating"] for grpo, lopti in zip(measured["GRPO"], measured["Lopti"]))
     print(f"\nLopti's update takes {ratio:.2f} times GRPO's. tokens/s counts response tokens; TFLOP/s counts 2 operations per parameter")
-    print("and token in a forward pass, 4 in a backward pass, on prompts and responses, without padding and recomputation.")
+    print("and token in a forward pass, 4 in a backward pass (the head's on responses only), without padding and recomputation.")
     return 0
 
 

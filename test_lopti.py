@@ -1790,6 +1790,16 @@ def test_benchmark_prints_grpo_beside_lopti(capsys, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_forward_operations_by_hand():
+    """Tied or not, the input embeddings do not count and the head counts once."""
+    for tied in (True, False):
+        config = LlamaConfig(hidden_size=8, intermediate_size=4, num_hidden_layers=1, num_attention_heads=1, vocab_size=7, tie_word_embeddings=tied)
+        model = LlamaForCausalLM(config)
+        layers = 4 * 8 * 8 + 3 * 8 * 4 + 3 * 8  # attention, MLP, norms
+        assert lopti.forward_operations(model, 10, 30) == 2 * (layers * 30 + 7 * 8 * 10)
+        assert lopti.forward_operations(model, 10, 30, times=2) == 2 * (2 * layers * 30 + 7 * 8 * 10)
+
+
 def test_a_data_set_with_configurations_and_splits(tmp_path):
     """The form in which the hub holds the paper's data: name:configuration:split+split."""
     for people in (3, 4):
