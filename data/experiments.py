@@ -70,9 +70,8 @@ PLAN = [
     *[(name, seed) for seed in range(5) for name in AGAIN],
     *[(name, seed) for seed in range(5, 10) for name in OTHER_SEEDS],
     *[(name, seed) for seed in (0, 1, 2) for name in LONG],
-    *[("low only", seed) for seed in (0, 1, 2)],
     *[(name, seed) for seed in (0, 1, 2) for name in SWEEPS],
-    *[("Lopti, lr × 0.5", seed) for seed in (0, 1, 2)],
+    *[(name, seed) for seed in (0, 1, 2) for name in AFTERWARDS],
 ]  # a list of (method, seed), in the order in which they run
 
 # The default job with more held-out puzzles (250 of each size, made for this and used for nothing else), and with
