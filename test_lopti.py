@@ -1408,7 +1408,9 @@ def test_experiments_go_on_where_they_were(tmp_path, monkeypatch, capsys):
     (tmp_path / "GRPO-2" / "config.json").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["experiments.py", "--list", "--work", str(tmp_path)])
     experiments.main()
-    commands = capsys.readouterr().out.splitlines()[1:]
+    *made, rest = capsys.readouterr().out.split("\n", 2)  # the two files of held-out prompts, and the runs
+    commands = rest.splitlines()
+    assert all(line.startswith("python data/") for line in made)
     assert len(commands) == len(experiments.PLAN) - 3 and sum("--resume" in command for command in commands) == 1
     assert not any("--name GRPO-0 " in command or "--name GRPO-1 " in command for command in commands)
     for command in commands:  # each of them is a command that lopti.py takes, and has a name of its own
@@ -1426,7 +1428,7 @@ def test_experiments_go_on_where_they_were(tmp_path, monkeypatch, capsys):
 def test_the_plan_is_the_one_of_the_design():
     import experiments
 
-    assert len(experiments.PLAN) == len(set(experiments.PLAN)) == 5 * 16 + 2 * 5 + 3 * 3 + 3 * 9 + 2 * 3
+    assert len(experiments.PLAN) == len(set(experiments.PLAN)) == 5 * 16 + 2 * 5 + 3 * 3 + 3 * 9 + 2 * 3 + 5 * 4
     for name in experiments.PRIMARY | experiments.OTHERS | experiments.CONTROLS:
         assert all((name, seed) in experiments.PLAN for seed in range(5))
     seconds, first, third = (experiments.PLAN.index(entry) for entry in (("AR + Lopti", 2), ("min-p", 0), ("AR", 3)))
@@ -1445,6 +1447,24 @@ def test_accuracy_of_a_run_and_its_interval():
     assert experiments.mean_and_interval([2.0]) == (2.0, None)
     lines = [fake_run("GRPO", 1, [0.4]), fake_run("GRPO", 0, [0.2]), fake_run("AR", 0, [0.6]), fake_run("AR", 1, [0.5]), fake_run("AR", 2, [0.9])]
     assert experiments.differences(lines, "AR", size="2") == pytest.approx([0.4, 0.1])
+
+
+def test_arithmetic_has_a_table_and_a_baseline_of_its_own():
+    """By hand: three levels, .6 · (1 + 1/2 + 1/4)/3 against .3 · the same; GRPO on puzzles takes no part."""
+    import experiments
+
+    lines = [fake_run("GRPO", 0, [0.9]), fake_run("GRPO, arithmetic", 0, [0.3], before=0.2), fake_run("Lopti, arithmetic", 0, [0.6])]
+    for line in lines[1:]:
+        for evaluation in line["evaluations"]:
+            first, second = (evaluation["table"].pop(size) for size in "23")
+            evaluation["table"] = {"1": first, "2": second, "3": {name: [second[name][0] / 2, 0, 1] for name in ("greedy", "avg@1")}}
+    head, before, grpo, ours = experiments.accuracies(lines, experiments.ARITHMETIC, experiments.LEVELS)
+    assert head[2:6] == ("level 1", "level 2", "level 3", "mean") and before[2:6] == ("0.200", "0.100", "0.050", "0.117")
+    assert grpo == ("GRPO, arithmetic", "1", "0.300", "0.150", "0.075", "0.175", "", "")
+    assert ours == ("Lopti, arithmetic", "1", "0.600", "0.300", "0.150", "0.350", "+0.175", "+100.0%")
+    assert [row[0] for row in experiments.accuracies(lines)[2:]] == ["GRPO"]
+    assert [row[:2] for row in experiments.claims(lines)[1:]] == [("arithmetic: Lopti beats GRPO", "+0.175")]
+    assert "0.117" in experiments.table(lines) and "| Lopti, arithmetic" in experiments.table(lines)
 
 
 def test_claims_are_judged_by_their_intervals():

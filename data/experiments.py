@@ -60,7 +60,14 @@ AFTERWARDS = {  # added after the first runs, to explain them
 }
 AGAIN = {"GRPO again": "--tokens-per-microbatch 1024"}  # GRPO with other rounding
 OTHER_SEEDS = {"GRPO, seeds 5 to 9": ""}  # were the first five lucky?
-METHODS = PRIMARY | OTHERS | CONTROLS | AGAIN | OTHER_SEEDS | AFTERWARDS | SWEEPS | LONG
+PUZZLES = PRIMARY | OTHERS | CONTROLS | AGAIN | OTHER_SEEDS | AFTERWARDS | SWEEPS | LONG
+ARITHMETIC = {  # the paper's second task, mathematics: AR with a smaller α, or Lopti, and it advises against both
+    "GRPO, arithmetic": "--task math",
+    "AR α = 0.1, arithmetic": "--task math --alpha 0.1",
+    "Lopti, arithmetic": "--task math --eta 0.5",
+    "AR + Lopti, arithmetic": "--task math --alpha 0.1 --eta 0.5",
+}
+METHODS = PUZZLES | ARITHMETIC
 
 PLAN = [
     *[(name, 0) for name in PRIMARY | OTHERS | CONTROLS],
@@ -72,12 +79,18 @@ PLAN = [
     *[(name, seed) for seed in (0, 1, 2) for name in LONG],
     *[(name, seed) for seed in (0, 1, 2) for name in SWEEPS],
     *[(name, seed) for seed in (0, 1, 2) for name in AFTERWARDS],
+    *[(name, seed) for seed in range(5) for name in ARITHMETIC],
 ]  # a list of (method, seed), in the order in which they run
 
-# The default job with more held-out puzzles (250 of each size, made for this and used for nothing else), and with
-# three evaluations near the end instead of one.
+# The default job with more held-out prompts (250 puzzles of each size or 170 problems of each level, made for this and
+# used for nothing else), and with three evaluations near the end instead of one.
 SETTINGS = "--eval-size 250 --eval-samples 1 --eval-every 2 --eval-from 20"
-HELD_OUT = "--people 2 3 --train 0 --test 250 --seed 20251112"
+HELD_OUT = {
+    "kk_test.jsonl": "puzzles.py --people 2 3 --train 0 --test 250 --seed 20251112",
+    "math_test.jsonl": "arithmetic.py --train 0 --test 170 --seed 20251112",
+}
+SIZES = {"2 people": "2", "3 people": "3"}  # heading -> name in a run's evaluations
+LEVELS = {"level 1": "1", "level 2": "2", "level 3": "3"}
 
 PHASES = ("sampling", "rewarding", "scoring", "updating")
 KEPT = ("reward", "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy", "kl", "low_probability_share", "masked_share",
@@ -94,7 +107,8 @@ def command_of(run, method, seed, work):
     folder = work / name
     if (folder / "checkpoints").exists():
         return folder, [*run, "--resume", str(folder), "--quiet"]
-    flags = [*shlex.split(SETTINGS), "--eval-data", str(work / "kk_test.jsonl"), *shlex.split(METHODS[method])]
+    held_out = work / ("math_test.jsonl" if method in ARITHMETIC else "kk_test.jsonl")
+    flags = [*shlex.split(SETTINGS), "--eval-data", str(held_out), *shlex.split(METHODS[method])]
     return folder, [*run, *flags, "--seed", str(seed), "--output", str(work), "--name", name, "--quiet"]
 
 
@@ -190,6 +204,10 @@ CLAIMS = [  # (what a paper says, method, compared with, +1: more accurate or -1
     ("five times as long: Lopti beats GRPO", "Lopti, long", "GRPO, long", 1),
     ("five times as long: the reversed order is worse than GRPO", "reversed Lopti, long", "GRPO, long", -1),
     ("five times as long: the reversed order is worse than Lopti", "reversed Lopti, long", "Lopti, long", -1),
+    ("arithmetic: AR beats GRPO", "AR α = 0.1, arithmetic", "GRPO, arithmetic", 1),
+    ("arithmetic: Lopti beats GRPO", "Lopti, arithmetic", "GRPO, arithmetic", 1),
+    ("arithmetic: AR + Lopti beats AR (paper: no)", "AR + Lopti, arithmetic", "AR α = 0.1, arithmetic", 1),
+    ("arithmetic: AR + Lopti beats Lopti (paper: no)", "AR + Lopti, arithmetic", "Lopti, arithmetic", 1),
 ]
 
 
@@ -227,27 +245,38 @@ def number_and_interval(values, sign=""):
     return f"{mean:{sign}.3f}" + (f" ± {half:.3f}" if half is not None else "")
 
 
-def accuracies(lines):
+def baseline_of(method):
+    """The plain GRPO of the same task and length."""
+    return "GRPO, arithmetic" if method in ARITHMETIC else "GRPO, long" if method in LONG else "GRPO"
+
+
+def before_training(lines, methods):
+    """A run of one of these methods: before training all of them are the same."""
+    return next(line for line in lines if line["method"] in methods)
+
+
+def accuracies(lines, methods=PUZZLES, sizes=SIZES):
     """The paper's table: the head and a row for each method with its sampled accuracy by size and what it gained over GRPO
-    (runs of 120 steps over GRPO's of 120)."""
-    found = [("sampled accuracy", "seeds", "2 people", "3 people", "mean", "against GRPO, same seeds", "relative")]
-    found += [("before training", "", *(f"{accuracy(lines[0], size=size, before=True):.3f}" for size in ("2", "3", "mean")), "", "")]
-    for method in METHODS:
+    (runs of 120 steps over GRPO's of 120). `sizes`: heading -> name in the evaluations."""
+    first, sizes = before_training(lines, methods), {**sizes, "mean": "mean"}
+    found = [("sampled accuracy", "seeds", *sizes, "against GRPO, same seeds", "relative")]
+    found += [("before training", "", *(f"{accuracy(first, size=size, before=True):.3f}" for size in sizes.values()), "", "")]
+    for method in methods:
         if runs := list(by_seed(lines, method).values()):
-            row = [method, f"{len(runs)}", *(number_and_interval([accuracy(run, size=size) for run in runs]) for size in ("2", "3", "mean"))]
-            baseline = "GRPO, long" if method in LONG else "GRPO"
+            row = [method, f"{len(runs)}", *(number_and_interval([accuracy(run, size=size) for run in runs]) for size in sizes.values())]
+            baseline = baseline_of(method)
             if method != baseline and (compared := differences(lines, method, baseline)):
                 theirs = statistics.mean(accuracy(run) for seed, run in by_seed(lines, baseline).items() if seed in by_seed(lines, method))
                 row += [number_and_interval(compared, "+"), f"{statistics.mean(compared) / theirs:+.1%}"]
-            found.append((*row, *[""] * (7 - len(row))))
+            found.append((*row, *[""] * (len(found[0]) - len(row))))
     return found
 
 
-def endings(lines):
+def endings(lines, methods=PUZZLES):
     """The head and a row for each method: greedy accuracy, the last three training steps, and what it cost."""
     found = [("how it ended", "greedy accuracy", "length", "entropy", "masked tokens", "seconds a step", "collapsed")]
-    found += [("before training", f"{accuracy(lines[0], 'greedy', before=True):.3f}", *[""] * 5)]
-    for method in METHODS:
+    found += [("before training", f"{accuracy(before_training(lines, methods), 'greedy', before=True):.3f}", *[""] * 5)]
+    for method in methods:
         if runs := list(by_seed(lines, method).values()):
             length, entropy = (statistics.mean(value for run in runs for value in run["metrics"][key][-3:]) for key in ("completions/mean_length", "entropy"))
             masked = statistics.mean(value for run in runs for value in run["metrics"]["masked_share"])
@@ -266,7 +295,11 @@ def markdown(rows):
 
 def table(lines):
     """Accuracy per method and size, how the runs ended, and what became of the claims."""
-    return "\n\n".join(markdown(rows(lines)) for rows in (accuracies, endings, claims)) if lines else "no results yet"
+    tables = []
+    for methods, sizes in ((PUZZLES, SIZES), (ARITHMETIC, LEVELS)):
+        if any(line["method"] in methods for line in lines):
+            tables += [accuracies(lines, methods, sizes), endings(lines, methods)]
+    return "\n\n".join(map(markdown, [*tables, claims(lines)])) if tables else "no results yet"
 
 
 def main():
@@ -282,13 +315,16 @@ def main():
     done = {(line["method"], line["seed"]) for line in read_lines(RESULTS)}
     todo = [entry for entry in PLAN if entry not in done]
     if args.list:
-        print(f"python data/puzzles.py {HELD_OUT} --folder {args.work}")
+        for script in HELD_OUT.values():
+            print(f"python data/{script} --folder {args.work}")
         for entry in todo:
             print(shlex.join(command_of(["python", "lopti.py"], *entry, args.work)[1]))
     elif not args.table:
         args.work.mkdir(parents=True, exist_ok=True)
-        if not (args.work / "kk_test.jsonl").exists():
-            subprocess.run([sys.executable, str(HERE / "puzzles.py"), *shlex.split(HELD_OUT), "--folder", str(args.work)], check=True)
+        for file, script in HELD_OUT.items():
+            if not (args.work / file).exists():
+                name, *flags = shlex.split(script)
+                subprocess.run([sys.executable, str(HERE / name), *flags, "--folder", str(args.work)], check=True)
         threads = args.threads or max(1, (os.cpu_count() or 1) // args.jobs)
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda entry: do(*entry, args.work, threads), todo))
