@@ -12,7 +12,8 @@ The later treatments of the same problem follow, and after them the plumbing: ar
 What it leaves out: many GPUs, inference servers, value functions, multi-turn chats.
 
 Shapes: B responses (prompts x group size), P prompt tokens, T response tokens, V words of the vocabulary.
-Log-probabilities and probabilities are float32; a mask is boolean, True where a token counts.
+Log-probabilities and probabilities are float32 (float64 from a policy in float64); a mask is boolean, True where a
+token counts.
 """
 
 import argparse
@@ -171,7 +172,8 @@ def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True, to
     states = states[tokens[rollout.mask]]  # (N, hidden size)
 
     def of(states, ids):  # n of them at a time
-        logits = to_logits(states).float() / temperature  # (n, V)
+        logits = to_logits(states)  # (n, V)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # bfloat16 is too coarse for them
         safe = torch.ones_like(ids, dtype=torch.bool)  # (n,)
         if min_p:
             in_vocabulary = safe_vocabulary(logits, min_p)  # (n, V)
@@ -210,7 +212,8 @@ def micro_batches(rows, lengths, tokens):
 @torch.no_grad()
 def score(model, rollout, temperature, tokens_per_microbatch, min_p=0.0, with_entropy=True):
     """token_logprobs of a whole rollout, a micro-batch at a time and without gradients."""
-    logprobs = torch.zeros(rollout.mask.shape, device=rollout.mask.device)  # (B, T)
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    logprobs = torch.zeros(rollout.mask.shape, dtype=dtype, device=rollout.mask.device)  # (B, T)
     scores = TokenScores(logprobs, logprobs.clone() if with_entropy else None, torch.zeros_like(rollout.mask))
     for rows in micro_batches(range(len(rollout.mask)), rollout.lengths(), tokens_per_microbatch):
         part = rollout.part(rows)
@@ -584,19 +587,20 @@ class RoomyLayer(DynamicLayer):
 
     def __init__(self, room):
         super().__init__()
-        self.room, self.whole = room, None  # whole: keys and values with their free room, (2, rows, heads, length + room, head size)
+        self.room, self.whole = room, None  # whole: keys and values with their free room, (rows, heads, length + room, head size) each
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         used, new = self.get_seq_length(), key_states.shape[-2]
-        if self.whole is None or self.whole.shape[-2] < used + new or self.keys.data_ptr() != self.whole.data_ptr():
+        if self.whole is None or self.whole[0].shape[-2] < used + new or self.keys.data_ptr() != self.whole[0].data_ptr():
             rows, heads, _, size = key_states.shape
-            self.whole = key_states.new_empty(2, rows, heads, used + new + self.room, size)
+            # Each in its own type: under autocast keys come out of the rotation in float32, values in bfloat16.
+            self.whole = [states.new_empty(rows, heads, used + new + self.room, size) for states in (key_states, value_states)]
             if used:
-                self.whole[0, :, :, :used], self.whole[1, :, :, :used] = self.keys, self.values
-        self.whole[0, :, :, used : used + new], self.whole[1, :, :, used : used + new] = key_states, value_states
-        self.keys, self.values = self.whole[0, :, :, : used + new], self.whole[1, :, :, : used + new]
+                self.whole[0][:, :, :used], self.whole[1][:, :, :used] = self.keys, self.values
+        self.whole[0][:, :, used : used + new], self.whole[1][:, :, used : used + new] = key_states, value_states
+        self.keys, self.values = (whole[:, :, : used + new] for whole in self.whole)
         return self.keys, self.values
 
 

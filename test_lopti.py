@@ -451,6 +451,26 @@ def test_roomy_cache_layer_against_hf_layer():
     assert copies < sum(isinstance(action, tuple) for action in actions) - 6
 
 
+def test_roomy_cache_layer_keeps_each_type():
+    """Under autocast Llama's rotated keys are float32 and values bfloat16: the cache must not make the values larger."""
+    layer = lopti.RoomyLayer(room=2)
+    for _ in range(4):
+        layer.update(torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4, dtype=torch.bfloat16))
+    assert [whole.dtype for whole in layer.whole] == [layer.keys.dtype, layer.values.dtype] == [torch.float32, torch.bfloat16]
+    assert layer.values.shape == (1, 1, 4, 4) and (layer.values == 1).all()
+
+
+def test_a_policy_in_float64_is_scored_in_float64():
+    """One step changes some log-probabilities by less than float32 can tell; the notebook measures such changes."""
+    model, temperature = random_model(), 0.7
+    rollout = random_rollout(model)
+    single = lopti.score(model, rollout, temperature, 64).logprobs
+    scores = lopti.score(model.double(), rollout, temperature, 64)
+    assert single.dtype == torch.float32 and scores.logprobs.dtype == scores.entropies.dtype == torch.float64
+    assert torch.allclose(scores.logprobs.float(), single, atol=1e-5)
+    assert (scores.logprobs.float().double() != scores.logprobs)[rollout.mask].float().mean() > 0.9  # not a float32 number made longer
+
+
 def test_sampling_in_stretches_against_generate(other_model, tokenizer):
     """Greedy, left-padded, in groups, ended responses leaving: the ids that one plain call of `generate` gives."""
     prompts = ["Zoey is a knight or Liam is a knave. So who is a knight and who is a knave?", "Lily", "Liam is a knave"]

@@ -251,16 +251,17 @@ def baseline_of(method):
 
 
 def before_training(lines, methods):
-    """A run of one of these methods: before training all of them are the same."""
-    return next(line for line in lines if line["method"] in methods)
+    """The runs of GRPO or whichever of these methods comes first: before training all are the same policy, up to its samples."""
+    first = next(line["method"] for line in lines if line["method"] in methods)
+    return list(by_seed(lines, first).values())
 
 
 def accuracies(lines, methods=PUZZLES, sizes=SIZES):
     """The paper's table: the head and a row for each method with its sampled accuracy by size and what it gained over GRPO
     (runs of 120 steps over GRPO's of 120). `sizes`: heading -> name in the evaluations."""
-    first, sizes = before_training(lines, methods), {**sizes, "mean": "mean"}
+    first, sizes = before_training(lines, methods), {**sizes, "mean": "mean"}  # heading -> name
     found = [("sampled accuracy", "seeds", *sizes, "against GRPO, same seeds", "relative")]
-    found += [("before training", "", *(f"{accuracy(first, size=size, before=True):.3f}" for size in sizes.values()), "", "")]
+    found += [("before training", f"{len(first)}", *(number_and_interval([accuracy(run, size=size, before=True) for run in first]) for size in sizes.values()), "", "")]
     for method in methods:
         if runs := list(by_seed(lines, method).values()):
             row = [method, f"{len(runs)}", *(number_and_interval([accuracy(run, size=size) for run in runs]) for size in sizes.values())]
@@ -275,7 +276,7 @@ def accuracies(lines, methods=PUZZLES, sizes=SIZES):
 def endings(lines, methods=PUZZLES):
     """The head and a row for each method: greedy accuracy, the last three training steps, and what it cost."""
     found = [("how it ended", "greedy accuracy", "length", "entropy", "masked tokens", "seconds a step", "collapsed")]
-    found += [("before training", f"{accuracy(before_training(lines, methods), 'greedy', before=True):.3f}", *[""] * 5)]
+    found += [("before training", f"{accuracy(before_training(lines, methods)[0], 'greedy', before=True):.3f}", *[""] * 5)]
     for method in methods:
         if runs := list(by_seed(lines, method).values()):
             length, entropy = (statistics.mean(value for run in runs for value in run["metrics"][key][-3:]) for key in ("completions/mean_length", "entropy"))

@@ -88,17 +88,22 @@ def band(axis, x, runs, *, label, number=0):
     axis.fill_between(x, runs.min(0), runs.max(0), color=COLOURS[number], alpha=0.15, linewidth=0)
 
 
-def effects(axis, names, values, *, label, zero=0.0):
-    """A row for each name: its mean, its 95 % interval as a line, and every single value as a dot. `values`: (mean, half, singles)."""
+def effects(axis, names, values, *, label, zero=0.0, left=None):
+    """A row for each name: its mean, its 95 % interval as a line, and every single value as a dot. `values`: (mean, half, singles).
+
+    What lies wholly to the left of `left` is written there as a number, so that the others have room."""
     for row, (mean, half, singles) in enumerate(values):
+        if left is not None and max(singles) < left:
+            axis.text(left, row, f"◂ {mean:+.3f} ± {half:.3f}", va="center", color="#D55E00")
+            continue
         axis.plot(singles, [row] * len(singles), "o", markerfacecolor="white", markeredgecolor="black", markersize=4, zorder=2.5)
         if half is not None:
             axis.plot([mean - half, mean + half], [row, row], color="#0072B2", linewidth=2.5)
         axis.plot([mean], [row], "D", color="#D55E00", markersize=6, zorder=3)
     axis.axvline(zero, color="black", linewidth=0.8, linestyle=":")
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel(label)
+    axis.set(ylim=(len(names) - 0.5, -0.5), xlabel=label)
+    axis.set_xlim(left=left)
 
 
 def table(rows):
