@@ -298,7 +298,8 @@ def update_stages(low, high, mask, *, eta, order="low-high", update_only=None, p
 def kl_estimate(logprobs, ref_logprobs):
     """k3 of KL(π_θ‖π_ref) per token: e^d - d - 1 with d = log π_ref - log π_θ. (B, T) → (B, T)
 
-    Never negative, and 0 where the two agree. d is clamped to ±5 and the estimate to 10, as in the published code.
+    Never negative, and 0 where the two agree. d is clamped to ±5 and the estimate to 10, as in the published code; a
+    token with π_ref = 0 (log −∞) is at the clamp and has no gradient.
     """
     difference = (ref_logprobs - logprobs).clamp(-5, 5)
     return (difference.exp() - difference - 1).clamp(-10, 10)
@@ -426,7 +427,7 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
             rollout.old_logprobs = old.logprobs  # (B, T)
             if reference is not None:
                 of_reference = score(reference, rollout, args.temperature, args.tokens_per_microbatch, args.min_p, with_entropy=False)
-                rollout.ref_logprobs = of_reference.logprobs
+                rollout.ref_logprobs = of_reference.logprobs.masked_fill(rollout.mask & ~of_reference.safe, -math.inf)  # π_ref = 0 there
         with clock("updating"):
             checkpoint_gradients(policy, args.gradient_checkpointing)
             if args.advantage == "grpo":

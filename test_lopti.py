@@ -6,6 +6,7 @@ Where a folder with the paper's own numbers and real puzzles stands beside this 
 too; without it these tests are skipped and the others still pass.
 """
 
+import copy
 import doctest
 import json
 import math
@@ -19,6 +20,8 @@ import subprocess
 import sys
 import time
 from ast import literal_eval
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub
@@ -2043,6 +2046,116 @@ def test_training_raises_the_reward(monkeypatch, tokenizer, tmp_path):
         lopti.train(model, None, tokenizer, torch.optim.AdamW(model.parameters(), lr=args.learning_rate), rows, rows, run, args)
         rewards = [row["reward"] for row in read_jsonl(run.folder / "metrics.jsonl")]
         assert rewards[-1] > rewards[0] + 0.5, (eta, rewards)
+
+
+def plain_logprobs(model, prompt, response, temperature, min_p):
+    """log π of each token of one response, alone and without padding, over the safe vocabulary; and whether it is in it."""
+    logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / temperature
+    probabilities = logits.softmax(-1)
+    safe = probabilities >= min_p * probabilities.max(-1, keepdim=True).values
+    logprobs = logits.masked_fill(~safe, -math.inf).log_softmax(-1)
+    return logprobs.gather(1, response[:, None])[:, 0], safe.gather(1, response[:, None])[:, 0]
+
+
+def vowels_modulo_3(completions, **columns):
+    return [float(sum(text.count(vowel) for vowel in "aeiou") % 3) for text in completions]
+
+
+TRAINING = {  # everything off its default that has one
+    "AR + Lopti": {"alpha": 0.3, "eta": 0.06, "kl_coef": 0.5, "min_p": 0.05, "passes": 2},
+    "reversed, REINFORCE++": {"eta": 0.06, "order": "high-low", "advantage": "reinforce++", "kl_coef": 0.0, "alpha": 0.9},
+    "high only": {"eta": 0.06, "update_only": "high", "kl_coef": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_against_a_plain_loop(name, monkeypatch, tokenizer, tmp_path):
+    """Two steps of `train` end with the weights of a loop that goes token by token and calls nothing of lopti.py.
+
+    It is handed the sampled ids only: rewards, log-probabilities, advantages, weights, groups, stages, mini-batches,
+    clips, KL, the division, the clip of the gradient and the optimizer are its own.
+    """
+    args = Arguments(**{**dict(
+        steps=2, prompts_per_step=3, group_size=4, max_new_tokens=6, temperature=0.7, mini_batch_size=5, tokens_per_microbatch=60, learning_rate=2e-2,
+        weight_decay=0.3, max_grad_norm=0.4, clip_low=0.05, clip_high=0.1, clip_dual=1.3, solved_reward=1.0, sample_batch_size=8, output=str(tmp_path),
+        quiet=True, save_every=0), **TRAINING[name]})  # fmt: skip
+    monkeypatch.setitem(lopti.TASKS, "kk", replace(lopti.TASKS["kk"], reward=vowels_modulo_3))
+    rollouts, sample = [], lopti.sample
+
+    def recorded(model, *rest, **settings):
+        wanted = {"group_size": 4, "max_new_tokens": 6, "temperature": 0.7, "min_p": args.min_p, "batch_size": 8}
+        assert settings == wanted
+        rollouts.append(sample(model, *rest, **{**settings, "min_p": 0.0}))  # some tokens outside of the safe vocabulary
+        return rollouts[-1]
+
+    monkeypatch.setattr(lopti, "sample", recorded)
+    torch.manual_seed(0)
+    policy = random_model(hidden_size=16).double()
+    policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
+    plain, reference = copy.deepcopy(policy), copy.deepcopy(policy)
+    rows = [{"prompt": prompt, "question": "q", "solution": "", "difficulty": "2"} for prompt in ("Lily", "Zoey is a knight", "Liam is a knave or")]
+    run = lopti.Run(args)
+    lopti.train(policy, copy.deepcopy(policy) if args.kl_coef else None, tokenizer, lopti.make_optimizer(policy, args), rows, rows, run, args)
+
+    optimizer, happened = torch.optim.AdamW(plain.parameters(), lr=2e-2, weight_decay=0.3), Counter()
+    for rollout, metrics in zip(rollouts, read_jsonl(run.folder / "metrics.jsonl"), strict=True):
+        prompts = [ids[kept] for ids, kept in zip(rollout.prompt_ids, rollout.prompt_mask)]
+        responses = [ids[kept] for ids, kept in zip(rollout.response_ids, rollout.mask)]
+        rewards = vowels_modulo_3(rollout.texts)
+        assert metrics["accuracy"] == pytest.approx(sum(reward >= 1 for reward in rewards) / 12)
+        with torch.no_grad():
+            old = [plain_logprobs(plain, *both, 0.7, args.min_p) for both in zip(prompts, responses)]
+            ref = [plain_logprobs(reference, *both, 0.7, args.min_p)[0] for both in zip(prompts, responses)]
+        if args.advantage == "grpo":
+            groups = [rewards[start : start + 4] for start in range(0, 12, 4)]
+            advantages = [(r - statistics.mean(group)) / (statistics.stdev(group) + 1e-6) for group in groups for r in group]
+        else:
+            all_ = [r for r, response in zip(rewards, responses) for _ in response]
+            advantages = [(r - statistics.mean(all_)) / math.sqrt(statistics.variance(all_) + 1e-8) for r in rewards]
+        stages = {"AR + Lopti": ["low", "high"] * 2, "reversed, REINFORCE++": ["high", "low"], "high only": ["high"]}[name]
+        for stage in stages:
+            for start in range(0, 12, 5):
+                batch, loss = range(start, min(start + 5, 12)), torch.zeros((), dtype=torch.float64)
+                for i in batch:
+                    new, safe = plain_logprobs(plain, prompts[i], responses[i], 0.7, args.min_p)
+                    for t in range(len(new)):
+                        pi_old = math.exp(old[i][0][t])
+                        if not old[i][1][t] or (pi_old < args.eta) != (stage == "low"):
+                            continue
+                        if not safe[t]:
+                            happened["unsafe"] += 1
+                            continue
+                        ratio, advantage = (new[t] - old[i][0][t]).exp(), (args.alpha * pi_old + 1 - args.alpha) * advantages[i]
+                        objective = torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.1) * advantage)
+                        if advantage < 0 and objective < 1.3 * advantage:
+                            objective, happened["dual"] = 1.3 * advantage, happened["dual"] + 1
+                        happened["low clip"] += advantage < 0 and float(ratio.detach()) < 0.95
+                        happened["high clip"] += advantage > 0 and float(ratio.detach()) > 1.1
+                        difference = (ref[i][t] - new[t]).clamp(-5, 5)
+                        loss = loss - objective + args.kl_coef * (difference.exp() - difference - 1).clamp(max=10)
+                if loss.requires_grad:
+                    (loss / sum(len(responses[i]) for i in batch)).backward()
+                    norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.4)
+                    happened["norm clip"], happened["steps"] = happened["norm clip"] + int(norm > 0.4), happened["steps"] + 1
+                    optimizer.step()
+                optimizer.zero_grad()
+
+    def flat(model):
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    assert all(happened[event] for event in ("low clip", "high clip", "dual", "norm clip", "steps")), happened
+    assert happened["unsafe"] or not args.min_p
+    moved = (flat(plain) - flat(reference)).norm()
+    assert moved > 1 and (flat(policy) - flat(plain)).norm() < 1e-3 * moved, ((flat(policy) - flat(plain)).norm(), moved)
+
+
+def test_evaluation_samples_with_its_own_temperature(monkeypatch, tokenizer):
+    """Greedily once, then k times at --eval-temperature; from the safe vocabulary where training does."""
+    seen, sample = [], lopti.sample
+    monkeypatch.setattr(lopti, "sample", lambda *rest, **settings: seen.append(settings) or sample(*rest, **settings))
+    rows = [{"prompt": "Lily", "question": "q", "solution": "(1) Lily is a knight", "difficulty": "2"}]
+    lopti.evaluate(random_model(), tokenizer, rows, Arguments(eval_samples=3, eval_temperature=0.6, temperature=0.9, min_p=0.01, max_new_tokens=4))
+    assert [(s["group_size"], s["temperature"], s["min_p"], s["max_new_tokens"]) for s in seen] == [(1, 0, 0.01, 4), (3, 0.6, 0.01, 4)]
 
 
 # ---------------------------------------------------------------------------------------------- runs that survive
