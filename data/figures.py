@@ -91,9 +91,9 @@ def band(axis, x, runs, *, label, number=0):
 def effects(axis, names, values, *, label, zero=0.0, left=None):
     """A row for each name: its mean, its 95 % interval as a line, and every single value as a dot. `values`: (mean, half, singles).
 
-    What lies wholly to the left of `left` is written there as a number, so that the others have room."""
+    A row whose mean lies to the left of `left` is written there as a number, so that the others have room."""
     for row, (mean, half, singles) in enumerate(values):
-        if left is not None and max(singles) < left:
+        if left is not None and mean < left:
             axis.text(left, row, f"◂ {mean:+.3f} ± {half:.3f}", va="center", color="#D55E00")
             continue
         axis.plot(singles, [row] * len(singles), "o", markerfacecolor="white", markeredgecolor="black", markersize=4, zorder=2.5)
