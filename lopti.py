@@ -1612,7 +1612,12 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
 
 def make_reference(policy, args):
     """π_ref, the policy as it starts, in the type of the forward passes; None where β = 0."""
-    return copy.deepcopy(policy).to(policy.forward_dtype).requires_grad_(False) if args.kl_coef else None
+    if not args.kl_coef:
+        return None
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    for parameter in reference.parameters():  # not the buffers: rotary frequencies in bfloat16 would shift far positions
+        parameter.data = parameter.data.to(policy.forward_dtype)
+    return reference
 
 
 def make_optimizer(policy, args):

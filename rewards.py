@@ -323,7 +323,7 @@ def power(base, exponent):
 
 
 def root(value, degree):
-    if isinstance(number(value), complex) or value >= 0 or degree % 2 != 1:
+    if isinstance(number(value), complex) or value >= 0 or isinstance(degree, complex) or degree % 2 != 1:
         return power(complex(value) if not isinstance(value, complex) and value < 0 else value, 1 / degree)
     return -power(-value, 1 / degree)  # the real cube root of -8, not the principal one
 

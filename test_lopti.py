@@ -1790,6 +1790,8 @@ def test_bfloat16_is_for_forward_passes_only():
     assert {parameter.dtype for parameter in model.parameters()} | {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     model.forward_dtype = torch.bfloat16
     assert {parameter.dtype for parameter in lopti.make_reference(model, Arguments()).parameters()} == {torch.bfloat16}
+    buffers = dict(lopti.make_reference(model, Arguments()).named_buffers())  # rotary frequencies, which bfloat16 would falsify
+    assert buffers and all(torch.equal(buffers[name], values) for name, values in model.named_buffers())
     assert lopti.make_reference(model, Arguments(kl_coef=0.0)) is None
     assert lopti.load_model(str(TINY), torch.device("cpu"))[0].forward_dtype == torch.float32
 
@@ -2147,6 +2149,10 @@ def test_training_against_a_plain_loop(name, monkeypatch, tokenizer, tmp_path):
     assert happened["unsafe"] or not args.min_p
     moved = (flat(plain) - flat(reference)).norm()
     assert moved > 1 and (flat(policy) - flat(plain)).norm() < 1e-3 * moved, ((flat(policy) - flat(plain)).norm(), moved)
+
+
+def test_a_root_of_complex_degree_is_no_crash():
+    assert answers_match(r"\sqrt[i]{-8}", "2") is False
 
 
 def test_evaluation_samples_with_its_own_temperature(monkeypatch, tokenizer):
