@@ -2036,8 +2036,7 @@ def test_training_raises_the_reward(monkeypatch, tokenizer, tmp_path):
     def says_knight(completions, **columns):
         return [float(" ".join(text.split()[:4]).count("knight")) for text in completions]
 
-    task = lopti.TASKS["kk"]
-    monkeypatch.setitem(lopti.TASKS, "kk", lopti.Task(**{**task.__dict__, "reward": says_knight}))
+    monkeypatch.setitem(lopti.TASKS, "kk", replace(lopti.TASKS["kk"], reward=says_knight))
     rows = [{"prompt": "Lily", "question": "q", "solution": "", "difficulty": "2"}]
     for eta in (0.0, 0.5):
         torch.manual_seed(0)
@@ -2142,13 +2141,10 @@ def test_training_against_a_plain_loop(name, monkeypatch, tokenizer, tmp_path):
                     optimizer.step()
                 optimizer.zero_grad()
 
-    def flat(model):
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
     assert all(happened[event] for event in ("low clip", "high clip", "dual", "norm clip", "steps")), happened
     assert happened["unsafe"] or not args.min_p
-    moved = (flat(plain) - flat(reference)).norm()
-    assert moved > 1 and (flat(policy) - flat(plain)).norm() < 1e-3 * moved, ((flat(policy) - flat(plain)).norm(), moved)
+    moved = (weights(plain) - weights(reference)).norm()
+    assert moved > 1 and (weights(policy) - weights(plain)).norm() < 1e-3 * moved, ((weights(policy) - weights(plain)).norm(), moved)
 
 
 def test_a_root_of_complex_degree_is_no_crash():

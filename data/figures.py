@@ -94,7 +94,7 @@ def effects(axis, names, values, *, label, zero=0.0, left=None):
     A row whose mean lies to the left of `left` is written there as a number, so that the others have room."""
     for row, (mean, half, singles) in enumerate(values):
         if left is not None and mean < left:
-            axis.text(left, row, f"◂ {mean:+.3f} ± {half:.3f}", va="center", color="#D55E00")
+            axis.text(left, row, f"◂ {experiments.number_and_interval(singles, '+')}", va="center", color="#D55E00")
             continue
         axis.plot(singles, [row] * len(singles), "o", markerfacecolor="white", markeredgecolor="black", markersize=4, zorder=2.5)
         if half is not None:
