@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from jinja2 import TemplateError  # what chat templates raise; torch brings it
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
@@ -88,7 +89,8 @@ def end_token_ids(model, tokenizer):
 
     They stand in the model's generation settings, in its configuration and in the tokenizer.
     """
-    found = (getattr(model.generation_config, "eos_token_id", None), model.config.eos_token_id, tokenizer.eos_token_id)
+    places = (model.generation_config, model.config, model.config.get_text_config(), tokenizer)
+    found = [getattr(place, "eos_token_id", None) for place in places]
     return sorted({i for ids in found if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else [ids])})
 
 
@@ -360,9 +362,10 @@ def update(policy, optimizer, rollout, tokens, args):
 
     Each mini-batch is one optimizer step; its loss is divided once, by the number of its response tokens (those that
     STAPO or 80/20 keep), of both groups, however it is cut into micro-batches. A mini-batch without a token to
-    update is skipped: Adam would move the weights even at a gradient of 0. Returns the sums over the mini-batches of
-    policy_loss's statistics and of the gradient norm before its clip, and how many steps were taken, skipped, and
-    left out because their loss or gradient was not finite.
+    update is skipped: Adam would move the weights even at a gradient of 0. (It does where the gradient itself is 0,
+    as with equal rewards throughout and β = 0: such a mini-batch is a step like any other.) Returns the sums over the
+    mini-batches of policy_loss's statistics and of the gradient norm before its clip, and how many steps were taken,
+    skipped, and left out because their loss or gradient was not finite.
     """
     totals = Counter(optimizer_steps=0, skipped_steps=0, nonfinite_steps=0)
     for rows in torch.arange(len(rollout.mask)).split(args.mini_batch_size or len(rollout.mask)):
@@ -374,7 +377,7 @@ def update(policy, optimizer, rollout, tokens, args):
             totals["skipped_steps"] += 1
             continue
         sums, busy = Counter(), to_update.any(1).nonzero().flatten().tolist()
-        if not args.kl_coef:  # without a KL term, a response whose advantages are 0 has a gradient of exactly 0
+        if not args.kl_coef:  # β = 0: a response whose advantages are 0 has gradient 0; it is left out, of the statistics too
             busy = [row for row in busy if batch.advantages[row].any()] or busy[:1]
         for micro in micro_batches(busy, batch.lengths(), args.tokens_per_microbatch):
             part = batch.part(micro)
@@ -412,7 +415,7 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
     progress = tqdm(range(run.step + 1, args.steps + 1), desc=method_name(args), disable=args.quiet)
     for step in progress:
         run.begin_step(step, policy, tokenizer, optimizer)
-        clock = Clock()
+        clock = Clock(policy.device)
         batch = [row for row in next(prompts) for _ in range(args.group_size)]  # B rows, G for each prompt
         with clock("sampling"):  # o ~ π_old
             rollout = sample(
@@ -584,6 +587,7 @@ class RoomyLayer(DynamicLayer):
 
     DynamicLayer copies the whole cache for every token. This one writes new keys and values into the free room, and
     copies only where that is used up or where the rows have changed. `keys` and `values` are views of the used part.
+    Under autocast, keys leave the rotation in float32; they are kept in the type in which attention uses them.
     """
 
     def __init__(self, room):
@@ -595,14 +599,23 @@ class RoomyLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         used, new = self.get_seq_length(), key_states.shape[-2]
         if self.whole is None or self.whole[0].shape[-2] < used + new or self.keys.data_ptr() != self.whole[0].data_ptr():
-            rows, heads, _, size = key_states.shape
-            # Each in its own type: under autocast keys come out of the rotation in float32, values in bfloat16.
-            self.whole = [states.new_empty(rows, heads, used + new + self.room, size) for states in (key_states, value_states)]
+            device = key_states.device.type
+            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None  # None: each its own
+            rows, heads, _, _ = key_states.shape
+            self.whole = [states.new_empty(rows, heads, used + new + self.room, states.shape[-1], dtype=dtype) for states in (key_states, value_states)]
             if used:
                 self.whole[0][:, :, :used], self.whole[1][:, :, :used] = self.keys, self.values
         self.whole[0][:, :, used : used + new], self.whole[1][:, :, used : used + new] = key_states, value_states
         self.keys, self.values = (whole[:, :, : used + new] for whole in self.whole)
         return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats):
+        self.whole = None  # keys and values hold on to what is needed of it
+        super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices):
+        self.whole = None
+        super().batch_select_indices(indices)
 
 
 def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretch=32):
@@ -634,7 +647,7 @@ def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretc
             on = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
             mask = torch.cat([mask, torch.ones_like(new)], 1)[on]
             going, ids = going[on], found[on]
-            if len(going):
+            if 0 < len(on) < len(new):
                 cache.batch_select_indices(on)
     return responses[:, :done]
 
@@ -803,7 +816,7 @@ class Arguments:
     min_p: float = option(0.0, "method", "ρ of the safe vocabulary, in sampling and in log-probabilities: tokens with π < ρ·max π are cut off; our reading of the paper is e^-13 = 2.3e-6; 0 is off")
     clip_low: float = option(0.2, "method", "ε_l: the ratio is clipped below at 1-ε_l")
     clip_high: float = option(0.24, "method", "ε_h: the ratio is clipped above at 1+ε_h")
-    clip_dual: float = option(10.0, "method", "c of the dual clip: where Â < 0 the loss of a token is at most -c·Â")
+    clip_dual: float = option(10.0, "method", "c > 1 of the dual clip: where Â < 0 the loss of a token is at most -c·Â")
     kl_coef: float = option(0.001, "method", "β: weight of the KL to the starting policy; 0 also saves the reference model")
 
     prompts_per_step: int = option(16, "sampling", "prompts in a rollout batch")
@@ -817,10 +830,10 @@ class Arguments:
     weight_decay: float = option(0.01, "optimisation", "weight decay of AdamW")
     max_grad_norm: float = option(1.0, "optimisation", "the gradient of each optimizer step is clipped to this norm")
     mini_batch_size: int = option(64, "optimisation", "responses in one optimizer step; 0 means the whole rollout batch")
-    tokens_per_microbatch: int = option(2048, "optimisation", "tokens in one forward pass, padding included: changes memory and speed, not the result")
+    tokens_per_microbatch: int = option(2048, "optimisation", "tokens in one forward pass, padding included: changes memory and speed, not the result (up to rounding)")
     gradient_checkpointing: bool = option(False, "optimisation", "make activations again in the backward pass: less memory, a third more time")
-    steps: int = option(24, "optimisation", "training steps (rollout batches); 0 means go by --epochs")
-    epochs: int = option(0, "optimisation", "with --steps 0: how often to go through the training prompts")
+    steps: int = option(24, "optimisation", "training steps (rollout batches)")
+    epochs: int = option(0, "optimisation", "instead of --steps: how often to go through the training prompts")
 
     task: str = option("kk", "model and data", "what to train on: Knights and Knaves, or math with \\boxed{} answers", choices=tuple(TASKS))
     model: str = option(str(HERE / "data" / "tiny"), "model and data", "folder or hub name of a causal language model, or random:NAME for the shape of Qwen2.5-0.5B, -1.5B, -3B or -7B with random weights")
@@ -916,6 +929,10 @@ def parse_arguments(argv=None):
     """The command line as Arguments: a flag given explicitly wins over the preset, the preset over the default."""
     given = vars(build_parser().parse_args(argv))
     preset = given.pop("preset", None)
+    if given.get("epochs"):
+        if given.get("steps"):
+            raise UserError("--steps and --epochs exclude each other: give one of them")
+        given["steps"] = 0
     if given.get("resume"):
         args = resumed_arguments(given, preset)
     else:
@@ -926,7 +943,7 @@ def parse_arguments(argv=None):
 
 
 # What --resume takes beside it: nothing that changes what the run means.
-FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "eval_from", "eval_size", "eval_samples", "eval_temperature",
+FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "eval_from", "eval_size", "eval_samples",
                   "tokens_per_microbatch", "gradient_checkpointing", "reward_timeout", "device", "quiet"}  # fmt: skip
 
 
@@ -938,9 +955,11 @@ def resumed_arguments(given, preset=None):
     path = Path(given["resume"]) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        known = {item.name: config[item.name] for item in fields(Arguments) if item.name in config}
-        return Arguments(**{**known, **given})
-    except (OSError, ValueError, TypeError) as error:
+        known = {item.name for item in fields(Arguments)}
+        args = Arguments(**{**{name: value for name, value in config.items() if name in known}, **given})
+        check_arguments(args)  # a setting of the wrong type shows here
+        return args
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise UserError(f"cannot resume {given['resume']}: {path} is not there or not readable as the settings of a run") from error
 
 
@@ -956,9 +975,9 @@ def check_arguments(args):
     for name in ("temperature", "eval_temperature", "learning_rate", "reward_timeout"):
         if not 0 < getattr(args, name) < math.inf:
             raise UserError(f"--{name.replace('_', '-')} must be above 0 and finite, not {getattr(args, name)}")
-    for name in ("clip_dual", "max_grad_norm"):  # where infinity means no clip
-        if not getattr(args, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {getattr(args, name)}")
+    for name, least in (("clip_dual", 1), ("max_grad_norm", 0)):  # where infinity means no clip
+        if not getattr(args, name) > least:
+            raise UserError(f"--{name.replace('_', '-')} must be above {least}, not {getattr(args, name)}")
     for name in ("keep", "passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "tokens_per_microbatch"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
@@ -970,6 +989,8 @@ def check_arguments(args):
         raise UserError(f"--seed must lie between 0 and {2**32 - 1}, not {args.seed}")
     if args.update_only and args.eta == 0:
         raise UserError(f"--update-only {args.update_only} needs --eta above 0 to tell the two groups apart")
+    if args.show and not args.eval_only:
+        raise UserError("--show needs --eval-only")
     if not (args.steps or args.epochs or args.eval_only or args.benchmark):
         raise UserError("give --steps or --epochs, or --eval-only")
 
@@ -991,7 +1012,7 @@ def method_name(args):
 
 
 # ======================================================================================================
-# Data: rows of {question, prompt, solution, difficulty, columns}
+# Data: rows of {question, prompt, solution, difficulty, columns, shape}
 # ======================================================================================================
 
 
@@ -1027,26 +1048,66 @@ def load_rows(source, task):
 
 
 def read_row(row, number, columns, parts_of, source, task):
-    """One row of a data file as {question, prompt, solution, difficulty, columns}."""
+    """One row of a data file as {question, prompt, solution, difficulty, columns, shape}."""
     missing = [column for column in columns if row[column] is None]
     if missing:
         raise UserError(f"row {number} of the data {source} has no {missing[0]}")
     try:
         prompt, solution = parts_of(row)
+        asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt if message["role"] != "system"]
+        question = "\n".join(asked)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"row {number} of the data {source}: its {' and '.join(columns)} do not hold a prompt and a solution") from error
+    if not question.strip():
+        raise UserError(f"row {number} of the data {source}: its {columns[0]} is empty")
     if solution is None:
         raise UserError(f"row {number} of the data {source} has no solution: there is no \\boxed{{}} in its {columns[1]}")
-    question = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     others = {name: value for name, value in row.items() if name not in ("prompt", "prompts", "completions", "solution")}
-    return {"question": str(question), "prompt": prompt, "solution": str(solution), "difficulty": task.difficulty(row, str(solution)), "columns": others}
+    return {
+        "question": question, "prompt": prompt, "solution": str(solution), "difficulty": task.difficulty(row, str(solution)),
+        "columns": others, "shape": (columns, type(prompt)),
+    }  # fmt: skip
 
 
-def render_prompt(tokenizer, messages, opening):
+def render_prompt(tokenizer, messages, opening=""):
     """The prompt text: the tokenizer's chat template up to the assistant's turn, and what that turn opens with."""
     if tokenizer.chat_template is None:  # a base model: the same words without a chat around them
-        return "\n\n".join(message["content"] for message in messages) + "\n\n" + opening
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + opening
+        return begun(tokenizer, "\n\n".join(message["content"] for message in messages) + "\n\n" + opening)
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + opening
+    except TemplateError as error:
+        first, *others = messages
+        if first["role"] == "system" and others:  # Gemma's template takes none: it opens the user's message instead
+            merged = {**others[0], "content": first["content"] + "\n\n" + others[0]["content"]}
+            return render_prompt(tokenizer, [merged, *others[1:]], opening)
+        raise UserError(f"the model's chat template does not take the roles {', '.join(message['role'] for message in messages)}: {error}") from error
+
+
+def begun(tokenizer, text):
+    """Text with the beginning-of-sequence token that Llama's and Gemma's tokenizers put before every text; Qwen's do not."""
+    begins = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token + text if begins and not text.startswith(tokenizer.bos_token) else text
+
+
+def not_in_evaluation(training, evaluation):
+    """The rows of `training` that ask nothing that `evaluation` asks; spaces and capital letters do not count.
+
+    Between rows of different shapes one question may hold the other: a rendered prompt holds the bare question.
+    """
+
+    def key(row):
+        return " ".join(row["question"].split()).casefold()
+
+    held_out = {}
+    for row in evaluation:
+        held_out.setdefault(row["shape"], set()).add(key(row))
+
+    def is_new(row):
+        ours = key(row)
+        others = (theirs for shape, questions in held_out.items() if shape != row["shape"] for theirs in questions)
+        return ours not in held_out.get(row["shape"], ()) and not any(theirs in ours or ours in theirs for theirs in others)
+
+    return [row for row in training if is_new(row)]
 
 
 def load_data(args, tokenizer, say=print):
@@ -1060,8 +1121,10 @@ def load_data(args, tokenizer, say=print):
     for use, found in rows.items():
         for row in found:
             if not isinstance(row["prompt"], str):  # messages of its own
-                row["prompt"] = render_prompt(tokenizer, row["prompt"], "")
-            elif not isinstance(row["prompt"], Text):  # a question
+                row["prompt"] = render_prompt(tokenizer, row["prompt"])
+            elif isinstance(row["prompt"], Text):
+                row["prompt"] = begun(tokenizer, row["prompt"])
+            else:  # a question
                 row["prompt"] = render_prompt(tokenizer, task.messages(row["prompt"]), task.opening)
         lengths = [len(ids) for ids in tokenizer([row["prompt"] for row in found], add_special_tokens=False)["input_ids"]] if found else []
         kept = [row for row, length in zip(found, lengths) if length <= args.max_prompt_length]
@@ -1069,11 +1132,7 @@ def load_data(args, tokenizer, say=print):
             say(f"dropped {len(found) - len(kept)} {use} prompts longer than {args.max_prompt_length} tokens")
         rows[use] = kept
 
-    def key(row):
-        return " ".join(row["question"].split()).casefold()
-
-    held_out = {key(row) for row in rows["evaluation"]}
-    training = [row for row in rows["training"] if key(row) not in held_out]
+    training = not_in_evaluation(rows["training"], rows["evaluation"])
     dropped = len(rows["training"]) - len(training)
     say(f"{len(training)} training prompts ({dropped} dropped because they are also evaluation prompts)")
     evaluation, counts = [], {}
@@ -1102,7 +1161,7 @@ def prompt_stream(rows, size, seed):
 # ======================================================================================================
 
 
-class TookTooLong(Exception):
+class TookTooLong(BaseException):  # no Exception: a reward function's own `except Exception` must not swallow it
     pass
 
 
@@ -1157,7 +1216,10 @@ def judge(texts, rows, args):
         columns = {name: [row["columns"][name] for row in rows] for name in sorted(names)}
         columns |= {"solution": [row["solution"] for row in rows], "prompts": [row["prompt"] for row in rows]}
         with time_limit(args.reward_timeout):
-            rewards = list(function(completions=texts, **columns))
+            rewards = function(completions=texts, **columns)
+        if isinstance(rewards, (dict, set, str)):
+            raise UserError(f"the reward function {name} returned a {type(rewards).__name__}: it must return a list with one number for each response")
+        rewards = list(rewards)
         if len(rewards) != len(texts):
             raise UserError(f"the reward function {name} returned {len(rewards)} values for {len(texts)} responses: it must return one each")
         return [float(reward) for reward in rewards]
@@ -1171,16 +1233,16 @@ def judge(texts, rows, args):
         rewards = call(texts, rows)
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, TookTooLong) as error:
         for number, (text, row) in enumerate(zip(texts, rows)):  # which one was it?
             try:
                 call([text], [row])
-            except Exception as alone:
+            except (Exception, TookTooLong) as alone:
                 raise UserError(f"the reward function {name} {complaint(alone)}, at response {number} of the batch: {printable(text)[:80]!r}") from error
         raise UserError(f"the reward function {name} {complaint(error)}, on the batch but on none of its responses alone") from error
     for number, reward in enumerate(rewards):
-        if not math.isfinite(reward):
-            raise UserError(f"the reward function {name} returned {reward} at response {number} of the batch: rewards must be finite")
+        if not abs(reward) <= 1e15:  # float32 must be able to square it
+            raise UserError(f"the reward function {name} returned {reward} at response {number} of the batch: rewards must be finite, and at most 1e15")
     return rewards
 
 
@@ -1262,24 +1324,24 @@ def evaluation_table(tables, difficulty_name):
 class Clock:
     """Seconds and peak memory per phase: `with clock("sampling"): ...`."""
 
-    def __init__(self):
-        self.seconds, self.memory = {}, {}
+    def __init__(self, device):
+        self.device, self.seconds, self.memory = device, {}, {}
 
     @contextmanager
     def __call__(self, phase):
-        if torch.cuda.is_available():
+        if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         yield
-        if torch.cuda.is_available():
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.seconds[phase] = time.perf_counter() - started
-        self.memory[phase] = peak_memory_gib()
+        self.memory[phase] = peak_memory_gib(self.device)
 
 
-def peak_memory_gib():
+def peak_memory_gib(device):
     """Peak memory: of the GPU since the phase began, or of this process since its start; None where the system cannot say."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     try:
         import resource
@@ -1366,7 +1428,7 @@ class Run:
     PATIENCE = 3  # training steps in a row without one finite optimizer step, after which the run stops
 
     def __init__(self, args):
-        self.args, self.step, self.best = args, 0, None  # step: the last one that is done
+        self.args, self.step = args, 0  # step: the last one that is done
         self.stop_signal, self.bad_steps = None, 0
         if args.resume:
             self.folder = Path(args.resume)
@@ -1405,9 +1467,6 @@ class Run:
             self.append("samples.jsonl", row | {"reward": rewards[i].item(), "truncated": bool(rollout.truncated[i])})
 
     def write_evaluation(self, step, table):
-        accuracy = sum(row["greedy"][0] for row in table.values()) / len(table)
-        if step and (self.best is None or accuracy > self.best["greedy"]):
-            self.best = {"step": step, "greedy": accuracy}
         self.append("evaluations.jsonl", {"step": step, "table": table})
 
     def read_lines(self, file):
@@ -1415,9 +1474,10 @@ class Run:
         path, rows = self.folder / file, []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
             try:
-                rows.append(json.loads(line))
-            except ValueError:
-                print(f"{path}: dropped a line that was cut short")
+                row = json.loads(line)
+                rows += [row] if row["step"] >= 0 else []
+            except (ValueError, TypeError, KeyError):
+                print(f"{path}: dropped a line that was cut short or is none of a run's")
         return rows
 
     # ---- checkpoints
@@ -1429,7 +1489,7 @@ class Run:
         """Everything that the next step depends on, in checkpoints/step-N; the newest `keep` stay."""
         folder = self.folder / "checkpoints" / f"step-{self.step:06d}"
         if not folder.exists():
-            state = {"step": self.step, "best": self.best, "optimizer": optimizer.state_dict(), "random": random_state or random_states()}
+            state = {"step": self.step, "optimizer": optimizer.state_dict(), "random": random_state or random_states()}
             with replaced_whole(folder) as path:
                 path.mkdir(parents=True)
                 policy.save_pretrained(path)
@@ -1447,10 +1507,14 @@ class Run:
                 policy.load_state_dict(weights.state_dict())
                 optimizer.load_state_dict(state["optimizer"])
                 set_random_states(state["random"])
-                self.step, self.best = state["step"], state["best"]
+                self.step = state["step"]
             except Exception as error:
+                if out_of_memory(error):
+                    raise
                 reason = " ".join(str(error).split())[:160]
                 raise UserError(f"the checkpoint {folder} is damaged or not one of this run ({reason}): move it away to go on from the one before") from error
+        if self.step > self.args.steps or (self.step == self.args.steps and (self.folder / "final").exists()):
+            raise UserError(f"{self.folder} has done its {self.step} steps: give --steps above {self.step} to go on")
         self.write_config()
         for file in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
             rows = [row for row in self.read_lines(file) if row["step"] <= self.step]
@@ -1510,13 +1574,19 @@ class Run:
 
 def random_states():
     """The states of the random number generators that sampling draws from."""
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "mps": torch.mps.get_rng_state() if torch.backends.mps.is_available() else None,
+    }
 
 
 def set_random_states(states):
     torch.set_rng_state(states["cpu"])
     if states["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"])
+    if states.get("mps") is not None and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(states["mps"])
 
 
 # ======================================================================================================
@@ -1533,7 +1603,10 @@ def choose_device(name):
         found = ", ".join(device for device, found in there.items() if found)
         raise UserError(f"--device {name}: no such device here; this machine has {found}")
     try:
-        return torch.zeros(0, device=name).device
+        device = torch.zeros(0, device=name).device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # the one that memory figures are about
+        return device
     except (RuntimeError, AssertionError) as error:  # cuda:7 on a machine with one GPU
         raise UserError(f"--device {name}: {' '.join(str(error).split())[:100]}") from error
 
@@ -1548,8 +1621,8 @@ def checkpoint_gradients(model, on):
 
     Only the layers themselves are put in training mode, on which transformers' switch depends; dropout stays off.
     """
-    if on:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if on:  # the name before transformers 5.2x, or the one since
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = on
@@ -1601,13 +1674,47 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever the libraries object to in a folder's files
+        if out_of_memory(error):
+            raise
         raise UserError(f"cannot load the model {name}: {' '.join(str(error).split())[:300]}") from error
     if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise UserError(f"the tokenizer of {name} has neither a padding nor an end-of-sequence token: name one in its tokenizer_config.json")
         tokenizer.pad_token = tokenizer.eos_token
-    has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     model.forward_dtype = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16) else torch.float32
-    return model.to(device).eval(), tokenizer
+    model = model.to(device).eval()
+    check_model(model, tokenizer, name)
+    return model, tokenizer
+
+
+@torch.no_grad()
+def check_model(model, tokenizer, name):
+    """UserError where sampling and scoring, on shortcuts of their own, do not give what the model called plainly gives.
+
+    They are right for a decoder with a key-value cache whose logits depend on its last hidden state alone: Llama, Qwen,
+    Gemma, GPT-2 and their like; state-space models, for example, are others.
+    """
+    try:
+        rollout = sample(model, tokenizer, ["One", "Two and two are"], group_size=2, max_new_tokens=3, temperature=0)
+        logprobs = score(model, rollout, 1.0, 4096, with_entropy=False).logprobs
+        off = []
+        for row, mask in enumerate(rollout.mask):
+            prompt, response = rollout.prompt_ids[row][rollout.prompt_mask[row]], rollout.response_ids[row][mask]
+            with mixed_precision(model):
+                logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+            plain = logits.float().log_softmax(-1)
+            off += [(logprobs[row][mask] - plain.gather(-1, response[:, None])[:, 0]).abs(), plain.max(-1).values - logprobs[row][mask]]
+        reason = "" if torch.cat(off).mean() < 0.3 else "other log-probabilities or samples than its own forward pass"  # bfloat16 rounds, by less
+    except UserError:
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+    if reason:
+        raise UserError(f"the model {name} ({type(model).__name__}) does not work with the sampling and scoring of lopti.py ({reason}): choose a model such as Qwen2.5 or Llama")
 
 
 def make_reference(policy, args):
@@ -1652,8 +1759,6 @@ def run_command(args):
     run = Run(args)
     if args.resume:
         run.load_checkpoint(policy, optimizer)
-        if run.step >= args.steps and (run.folder / "final").exists():
-            raise UserError(f"{run.folder} has done its {run.step} steps: give --steps above {run.step} to go on")
     try:
         with run.signals():
             return train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
@@ -1662,7 +1767,7 @@ def run_command(args):
     except KeyboardInterrupt:
         saved = run.checkpoints()
         print(f"\nstopped at once; {saved[-1].name if saved else 'the beginning'} is where --resume {run.folder} continues", file=sys.stderr)
-    return 128 + run.stop_signal
+    return 128 + (run.stop_signal or signal.SIGINT)
 
 
 def forward_operations(model, tokens, tokens_with_prompts, times=1):
@@ -1717,36 +1822,51 @@ def benchmark(policy, tokenizer, train_rows, args):
     return 0
 
 
+def comparable_tables(evaluations):
+    """{step: table} of the evaluations made like the last one: a resumed run may have been given another --eval-size or --eval-samples."""
+
+    def made(table):
+        return {difficulty: (row["prompts"], set(row)) for difficulty, row in table.items()}
+
+    return {row["step"]: row["table"] for row in evaluations if made(row["table"]) == made(evaluations[-1]["table"])}
+
+
 def train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
     """Evaluate, train, evaluate, save, and print the table."""
     started, first_step = time.time(), run.step + 1
     print(f"{method_name(args)} on {policy.device}, steps {first_step} to {args.steps}, run folder {run.folder}")
-    evaluations = {row["step"]: row["table"] for row in run.read_lines("evaluations.jsonl")}
-    if run.step == 0 and 0 not in evaluations:
-        evaluations[0], _ = evaluate(policy, tokenizer, eval_rows, args)
-        run.write_evaluation(0, evaluations[0])
+    done = {row["step"] for row in run.read_lines("evaluations.jsonl")}
+    if run.step == 0 and 0 not in done:
+        run.write_evaluation(0, evaluate(policy, tokenizer, eval_rows, args)[0])
     train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
-    after = evaluations.get(args.steps)
-    if after is None:  # else the run was stopped between its last evaluation and its end
-        after, _ = evaluate(policy, tokenizer, eval_rows, args)
-        run.write_evaluation(args.steps, after)
+    if args.steps not in done:  # else the run was stopped between its last evaluation and its end
+        run.write_evaluation(args.steps, evaluate(policy, tokenizer, eval_rows, args)[0])
     run.save_checkpoint(policy, tokenizer, optimizer)
     with replaced_whole(run.folder / "final") as folder:
         policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    tables, before = {"after": after}, evaluations.get(0)
-    if before and {name: set(row) for name, row in before.items()} == {name: set(row) for name, row in after.items()}:
-        tables = {"before": before, "after": after}
+    tables = comparable_tables(run.read_lines("evaluations.jsonl"))
+    shown = {"before": tables[0]} if 0 in tables else {}
     print(f"\nAccuracy on held-out prompts, before and after {args.steps} steps of {method_name(args)}, with 95 % intervals\n")
-    print(evaluation_table(tables, TASKS[args.task].difficulty_name))
-    if run.best and run.best["step"] != args.steps:
-        print(f"\nBest mean greedy accuracy: {run.best['greedy']:.2f} after step {run.best['step']}")
+    print(evaluation_table({**shown, "after": tables[args.steps]}, TASKS[args.task].difficulty_name))
+    accuracy = {step: statistics.mean(row["greedy"][0] for row in table.values()) for step, table in tables.items() if step}
+    best = max(accuracy, key=accuracy.get)
+    if best != args.steps and accuracy[best] > accuracy[args.steps]:
+        print(f"\nBest mean greedy accuracy: {accuracy[best]:.2f} after step {best}")
     print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds the metrics, samples and the trained model (final/).")
     return 0
 
 
+def out_of_memory(error):
+    """Whether an exception says that memory ran out: a GPU's has a type of its own, the CPU's is told by its words."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
+
+
 def main(argv=None):
     args = None
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # where the terminal has no α
     try:
         args = parse_arguments(argv)
         return run_command(args)
@@ -1755,11 +1875,13 @@ def main(argv=None):
     except KeyboardInterrupt:  # before or after training; in between, Run.signals takes care
         print("\nstopped", file=sys.stderr)
         return 130
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
         print(
-            f"lopti.py: out of memory on {args.device} (at most {peak_memory_gib() or 0:.1f} GiB were in use): lower --tokens-per-microbatch "
-            f"(now {args.tokens_per_microbatch}), --sample-batch-size (now {args.sample_batch_size or args.prompts_per_step * args.group_size}) "
-            f"or --max-new-tokens (now {args.max_new_tokens})", file=sys.stderr,
+            f"lopti.py: out of memory on {args.device} (at most {peak_memory_gib(choose_device(args.device)) or 0:.1f} GiB were in use): lower "
+            f"--tokens-per-microbatch (now {args.tokens_per_microbatch}), --sample-batch-size (now "
+            f"{args.sample_batch_size or args.prompts_per_step * args.group_size}) or --max-new-tokens (now {args.max_new_tokens})", file=sys.stderr,
         )  # fmt: skip
     return 2
 

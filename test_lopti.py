@@ -30,7 +30,7 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM, AutoTokenizer, CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel,
-    GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+    GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
 )  # fmt: skip
 
 import lopti
@@ -454,13 +454,35 @@ def test_roomy_cache_layer_against_hf_layer():
     assert copies < sum(isinstance(action, tuple) for action in actions) - 6
 
 
-def test_roomy_cache_layer_keeps_each_type():
-    """Under autocast Llama's rotated keys are float32 and values bfloat16: the cache must not make the values larger."""
-    layer = lopti.RoomyLayer(room=2)
-    for _ in range(4):
-        layer.update(torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4, dtype=torch.bfloat16))
-    assert [whole.dtype for whole in layer.whole] == [layer.keys.dtype, layer.values.dtype] == [torch.float32, torch.bfloat16]
-    assert layer.values.shape == (1, 1, 4, 4) and (layer.values == 1).all()
+def test_roomy_cache_layer_in_the_type_that_attention_uses():
+    """Under autocast Llama's rotated keys are float32, yet attention reads them in bfloat16: kept so, the same logits to the last bit."""
+    model, prompt = random_model(), torch.arange(5, 45).view(4, 10)
+    model.forward_dtype = torch.bfloat16
+    plain, roomy = (lopti.DynamicCache(config=model.config) for _ in range(2))
+    roomy.layers = [lopti.RoomyLayer(room=3) for _ in roomy.layers]
+    with torch.no_grad(), lopti.mixed_precision(model):
+        for ids in (prompt, *torch.randint(5, 273, (6, 4, 1))):
+            logits = [model(input_ids=ids, past_key_values=cache, use_cache=True).logits for cache in (plain, roomy)]
+            assert torch.equal(*logits)
+    assert plain.layers[0].keys.dtype == torch.float32  # the reason for it; if this fails there is nothing left to convert
+    assert {whole.dtype for layer in roomy.layers for whole in layer.whole} == {torch.bfloat16}
+    assert torch.equal(plain.layers[1].keys.bfloat16(), roomy.layers[1].keys) and torch.equal(plain.layers[1].values, roomy.layers[1].values)
+
+
+def test_the_cache_is_held_once(tokenizer, monkeypatch):
+    """Where rows leave, the free room of all rows is given back before the next layer's rows are picked; no copy where none leave."""
+    layer = lopti.RoomyLayer(room=5)
+    for action in (lambda: layer.batch_select_indices(torch.tensor([1])), lambda: layer.batch_repeat_interleave(2)):
+        layer.update(torch.zeros(2, 1, 3, 4), torch.zeros(2, 1, 3, 4))
+        assert layer.whole
+        action()
+        assert layer.whole is None and layer.keys.untyped_storage().nbytes() == 4 * layer.keys.numel()
+    chosen = []
+    monkeypatch.setattr(lopti.DynamicCache, "batch_select_indices", lambda cache, rows: chosen.append(rows))
+    model = random_model()
+    model.lm_head.weight.data[1] = 0  # the end's logit is 0 where others' are large: no response ends
+    rollout = lopti.sample(model, tokenizer, ["Lily"], group_size=3, max_new_tokens=80, temperature=0)
+    assert rollout.truncated.all() and not chosen
 
 
 def test_a_policy_in_float64_is_scored_in_float64():
@@ -777,6 +799,10 @@ def test_stapo_by_hand():
     # quantile by hand: numpy's linear rule on another size
     kept = lopti.stapo_mask(probabilities.log(), entropies, advantages, mask, quantile=0.5)  # 0.25
     assert kept[0].tolist() == [False, False, True, True, True, False]
+    # H = τ_h (one candidate, its own quantile) and π = τ_p are not below: kept
+    assert lopti.stapo_mask(probabilities[:1, :1].log(), entropies[:1, :1], advantages[:1, :1], mask[:1, :1]).tolist() == [[True]]
+    four = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    assert lopti.stapo_mask(four, torch.tensor([[0.0, 0.0, 0.1, 0.2]]), torch.ones(1, 4), torch.ones(1, 4) > 0, tau_p=0.25).tolist() == [[True, True, False, True]]
 
 
 def test_entropy_mask_by_hand():
@@ -1631,6 +1657,15 @@ def test_math_files_grade_themselves():
 # ---------------------------------------------------------------------------------------------- arguments, data, evaluation
 
 
+def test_epochs_are_instead_of_steps(tmp_path):
+    assert lopti.parse_arguments(["--epochs", "3"]).steps == 0 and lopti.parse_arguments(["--preset", "kk", "--steps", "9"]).steps == 9
+    rows = read_jsonl(ROOT / "data" / "kk_train.jsonl")
+    data = kk_file(tmp_path, [row for row in rows if len(row["names"]) == 2][:5])
+    small = [str(flag) for flag in SMALL[2:]] + ["--max-new-tokens", "8", "--data", data, "--output", str(tmp_path), "--name", "two"]
+    assert lopti.main(["--epochs", "2", *small]) == 0  # 2 rounds of 5 prompts, 2 a step
+    assert len(read_jsonl(tmp_path / "two" / "metrics.jsonl")) == 5
+
+
 def test_presets_and_explicit_flags():
     assert lopti.parse_arguments([]).alpha == 0 and lopti.parse_arguments([]).eta == 0
     for preset in lopti.PRESETS:
@@ -1677,6 +1712,80 @@ def test_training_prompts_are_never_evaluation_prompts(tokenizer, tmp_path):
     assert not {row["question"] for row in rows} & {row["question"] for row in held_out}
     with pytest.raises(lopti.UserError, match="no training prompts are left"):
         lopti.load_data(Arguments(data=args.eval_data, eval_data=args.eval_data), tokenizer, said.append)
+
+
+@pytest.mark.parametrize("trained_in", ["K&K", "TRL", "verl", "verl, rendered"])
+@pytest.mark.parametrize("evaluated_in", ["K&K", "TRL", "verl", "verl, rendered"])
+def test_one_question_in_two_shapes_is_one_question(tokenizer, tmp_path, trained_in, evaluated_in):
+    """A bare puzzle, chat messages with a system prompt, a chat that is rendered already: the same puzzle is not trained on."""
+
+    def file(name, shape, rows):
+        def written(row):
+            system, user = {"role": "system", "content": f"Be brief, in a {name} way."}, {"role": "user", "content": row["quiz"]}
+            rendered = {"role": "user", "content": f"<|im_start|>user\nThe puzzle: {row['quiz']}<|im_end|>\n<|im_start|>assistant\n"}
+            return {
+                "K&K": row,
+                "TRL": {"prompt": [system, user], "solution": row["solution_text_format"]},
+                "verl": {"prompt": [system, user], "reward_model": {"ground_truth": row["solution_text_format"]}},
+                "verl, rendered": {"prompt": [rendered], "reward_model": {"ground_truth": row["solution_text_format"]}},
+            }[shape]
+
+        return kk_file(tmp_path, [written(row) for row in rows], f"{name}.jsonl")
+
+    rows = read_jsonl(ROOT / "data" / "kk_test.jsonl")[:8]
+    args = Arguments(data=file("train", trained_in, rows[2:]), eval_data=file("eval", evaluated_in, rows[:5]))
+    training, evaluation = lopti.load_data(args, tokenizer, lambda text: None)
+    assert len(evaluation) == 5 and [row["solution"] for row in training] == [row["solution_text_format"] for row in rows[5:]]
+
+
+def test_prompts_begin_as_the_model_is_used_to(tokenizer):
+    """Llama's and Gemma's tokenizers put a token before every text: before a base model's prompt, once, and not before a template's own."""
+    from tokenizers.processors import TemplateProcessing
+
+    begins = copy.deepcopy(tokenizer)
+    begins.add_special_tokens({"bos_token": "<|bos|>"})
+    begins._tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", begins.bos_token_id)])
+    assert begins("Lily")["input_ids"][0] == begins.bos_token_id
+    assert lopti.begun(begins, "Lily") == lopti.begun(begins, "<|bos|>Lily") == "<|bos|>Lily" and lopti.begun(tokenizer, "Lily") == "Lily"
+    chat = [{"role": "user", "content": "Lily"}]
+    assert not lopti.render_prompt(begins, chat).startswith("<|bos|>")  # has a template
+    begins.chat_template = None
+    assert lopti.render_prompt(begins, chat, "<think>") == "<|bos|>Lily\n\n<think>"
+
+
+def test_a_chat_template_that_refuses_system_messages(tokenizer):
+    """Gemma's does: the system message then opens the user's."""
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{% for m in messages %}{% if m.role != 'user' %}{{ raise_exception('no such role') }}{% endif %}[{{ m.content }}]{% endfor %}"
+    system, user = {"role": "system", "content": "Think."}, {"role": "user", "content": "Who?"}
+    assert lopti.render_prompt(strict, [system, user], "<think>") == "[Think.\n\nWho?]<think>"
+    with pytest.raises(lopti.UserError, match="does not take the roles user, tool: no such role"):
+        lopti.render_prompt(strict, [user, {"role": "tool", "content": "3"}])
+
+
+SAID = {"role": "user", "content": "Who?"}
+
+
+@pytest.mark.parametrize(
+    "row, words",
+    [
+        ({"prompt": [{"role": "user", "content": None}], "solution": "s"}, "do not hold a prompt and a solution"),
+        ({"prompt": [{"role": "user"}], "solution": "s"}, "do not hold a prompt and a solution"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": "Who?"}]}], "solution": "s"}, "do not hold a prompt and a solution"),
+        ({"prompt": SAID, "solution": "s"}, "do not hold a prompt and a solution"),
+        ({"prompt": [{"content": "Who?"}], "solution": "s"}, "do not hold a prompt and a solution"),
+        ({"prompt": [1, 2], "solution": "s"}, "do not hold a prompt and a solution"),
+        ({"prompt": [SAID], "reward_model": "s"}, "do not hold a prompt and a solution"),
+        ({"quiz": 3, "solution_text_format": "s"}, "do not hold a prompt and a solution"),
+        ({"quiz": ["Who?"], "solution_text_format": "s"}, "do not hold a prompt and a solution"),
+        ({"prompt": [], "solution": "s"}, "its prompt is empty"),
+        ({"prompt": " ", "solution": "s"}, "its prompt is empty"),
+        ({"quiz": "", "solution_text_format": "s"}, "its quiz is empty"),
+    ],
+)
+def test_rows_that_hold_no_prompt(tmp_path, row, words):
+    with pytest.raises(lopti.UserError, match=f"row 1 of the data .*{words}"):
+        lopti.load_rows(kk_file(tmp_path, [row]), lopti.TASKS["kk"])
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer):
@@ -1912,6 +2021,27 @@ def test_prompts_come_in_whole_rounds():
 # ---------------------------------------------------------------------------------------------- bad input
 
 
+def broken_models(folder, wanted):
+    """Copies of the bundled policy, each with something wrong, where their names are wanted."""
+
+    def edit(file, **changes):
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps({**content, **changes}))
+
+    for name in {"cut", "misshapen", "tokenless", "endless", "mamba"} & set(wanted):
+        model = Path(shutil.copytree(TINY, folder / name))
+        if name == "cut":
+            (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:5000])
+        if name == "misshapen":
+            edit(model / "config.json", hidden_size=64)
+        if name == "tokenless":
+            (model / "tokenizer.json").write_text('{"version": "1.0"')
+        if name == "endless":
+            edit(model / "tokenizer_config.json", pad_token=None, eos_token=None)
+        if name == "mamba":
+            MambaForCausalLM(MambaConfig(vocab_size=273, hidden_size=16, num_hidden_layers=1, eos_token_id=1, pad_token_id=0, bos_token_id=0)).save_pretrained(model)
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -1937,6 +2067,14 @@ def test_prompts_come_in_whole_rounds():
         (("--temperature", "0"), "--temperature must be above 0"),
         (("--people", "9"), "no evaluation prompts are left"),
         (("--steps", "0"), "give --steps or --epochs"),
+        (("--steps", "9", "--epochs", "2"), "--steps and --epochs exclude each other"),
+        (("--clip-dual", "1"), "--clip-dual must be above 1, not 1.0"),
+        (("--show", "3"), "--show needs --eval-only"),
+        (("--model", "{cut}"), "cannot load the model"),
+        (("--model", "{misshapen}"), "cannot load the model"),
+        (("--model", "{tokenless}"), "cannot load the model"),
+        (("--model", "{endless}"), "has neither a padding nor an end-of-sequence token"),
+        (("--model", "{mamba}"), "(MambaForCausalLM) does not work with the sampling and scoring of lopti.py"),
         (("--bogus",), "unrecognized arguments: --bogus"),
         (("--order", "sideways"), "invalid choice"),
     ],
@@ -1948,6 +2086,7 @@ def test_bad_input_ends_in_one_sentence(flags, words, tmp_path, capsys):
     (tmp_path / "holes.jsonl").write_text('{"quiz": "q", "solution_text_format": "(1) A is a knight"}\n{"quiz": "q"}\n')
     (tmp_path / "weightless").mkdir()
     shutil.copy(TINY / "config.json", tmp_path / "weightless")
+    broken_models(tmp_path, [flag.strip("{}") for flag in flags])
     names = {path.stem: path for path in tmp_path.iterdir()}
     code = lopti.main([flag.format(**names) for flag in flags] + ["--output", str(tmp_path / "runs")])
     error = capsys.readouterr().err.strip()
@@ -2049,13 +2188,18 @@ def test_training_raises_the_reward(monkeypatch, tokenizer, tmp_path):
         assert rewards[-1] > rewards[0] + 0.5, (eta, rewards)
 
 
-def plain_logprobs(model, prompt, response, temperature, min_p):
-    """log π of each token of one response, alone and without padding, over the safe vocabulary; and whether it is in it."""
+def plain_distribution(model, prompt, response, temperature, min_p):
+    """log π of every word at each token of one response, alone and without padding; −∞ outside of the safe vocabulary."""
     logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / temperature
     probabilities = logits.softmax(-1)
     safe = probabilities >= min_p * probabilities.max(-1, keepdim=True).values
-    logprobs = logits.masked_fill(~safe, -math.inf).log_softmax(-1)
-    return logprobs.gather(1, response[:, None])[:, 0], safe.gather(1, response[:, None])[:, 0]
+    return logits.masked_fill(~safe, -math.inf).log_softmax(-1)
+
+
+def plain_logprobs(model, prompt, response, temperature, min_p):
+    """log π of each token of one response, and whether it is in the safe vocabulary."""
+    logprobs = plain_distribution(model, prompt, response, temperature, min_p).gather(1, response[:, None])[:, 0]
+    return logprobs, logprobs > -math.inf
 
 
 def vowels_modulo_3(completions, **columns):
@@ -2066,6 +2210,9 @@ TRAINING = {  # everything off its default that has one
     "AR + Lopti": {"alpha": 0.3, "eta": 0.06, "kl_coef": 0.5, "min_p": 0.05, "passes": 2},
     "reversed, REINFORCE++": {"eta": 0.06, "order": "high-low", "advantage": "reinforce++", "kl_coef": 0.0, "alpha": 0.9},
     "high only": {"eta": 0.06, "update_only": "high", "kl_coef": 0.2},
+    "STAPO": {"stapo": True, "stapo_tau": 0.1, "stapo_quantile": 0.6, "kl_coef": 0.3},
+    "80/20": {"eta": 0.06, "top_entropy": 0.4, "kl_coef": 0.0},
+    "lowest entropy": {"bottom_entropy": 0.7, "kl_coef": 0.0},
 }
 
 
@@ -2090,6 +2237,10 @@ def test_training_against_a_plain_loop(name, monkeypatch, tokenizer, tmp_path):
         return rollouts[-1]
 
     monkeypatch.setattr(lopti, "sample", recorded)
+    # Tokens after the same prefix have the same entropy but for rounding, which must not decide what is kept here.
+    entropy_mask, stapo_mask = lopti.entropy_mask, lopti.stapo_mask
+    monkeypatch.setattr(lopti, "entropy_mask", lambda entropies, *rest, **options: entropy_mask(entropies.round(decimals=9), *rest, **options))
+    monkeypatch.setattr(lopti, "stapo_mask", lambda logprobs, entropies, *rest: stapo_mask(logprobs, entropies.round(decimals=9), *rest))
     torch.manual_seed(0)
     policy = random_model(hidden_size=16).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
@@ -2113,15 +2264,31 @@ def test_training_against_a_plain_loop(name, monkeypatch, tokenizer, tmp_path):
         else:
             all_ = [r for r, response in zip(rewards, responses) for _ in response]
             advantages = [(r - statistics.mean(all_)) / math.sqrt(statistics.variance(all_) + 1e-8) for r in rewards]
-        stages = {"AR + Lopti": ["low", "high"] * 2, "reversed, REINFORCE++": ["high", "low"], "high only": ["high"]}[name]
-        for stage in stages:
+        stages = {"AR + Lopti": ["low", "high"] * 2, "reversed, REINFORCE++": ["high", "low"], "high only": ["high"], "80/20": ["low", "high"]}
+        for stage in stages.get(name, ["all"]):
             for start in range(0, 12, 5):
                 batch, loss = range(start, min(start + 5, 12)), torch.zeros((), dtype=torch.float64)
+                now = {}  # π and H of each token of the mini-batch under the policy as it is before this step
+                for i in batch:
+                    with torch.no_grad():
+                        distribution = plain_distribution(plain, prompts[i], responses[i], 0.7, args.min_p)
+                    for t, token in enumerate(responses[i]):
+                        now[i, t] = float(distribution[t, token].exp()), round(float(-(distribution[t].exp() * distribution[t]).nansum()), 9)
+                kept, entropies = set(now), sorted((entropy for _, entropy in now.values()), reverse=True)
+                if args.stapo:
+                    unlikely = [place for place in now if now[place][0] < 0.1 and advantages[place[0]] > 0]
+                    bound = statistics.quantiles([now[place][1] for place in unlikely], n=5, method="inclusive")[2] if len(unlikely) > 1 else 0.0
+                    kept -= {place for place in unlikely if now[place][1] < round(bound, 9)}
+                if args.top_entropy:
+                    kept = {place for place in now if now[place][1] >= entropies[round(0.4 * len(now)) - 1]}
+                if args.bottom_entropy:
+                    kept = {place for place in now if now[place][1] < entropies[len(now) - round(0.7 * len(now)) - 1]}
+                happened["masked"] += len(now) - len(kept)
                 for i in batch:
                     new, safe = plain_logprobs(plain, prompts[i], responses[i], 0.7, args.min_p)
                     for t in range(len(new)):
                         pi_old = math.exp(old[i][0][t])
-                        if not old[i][1][t] or (pi_old < args.eta) != (stage == "low"):
+                        if not old[i][1][t] or (i, t) not in kept or (stage != "all" and (pi_old < args.eta) != (stage == "low")):
                             continue
                         if not safe[t]:
                             happened["unsafe"] += 1
@@ -2135,7 +2302,7 @@ def test_training_against_a_plain_loop(name, monkeypatch, tokenizer, tmp_path):
                         difference = (ref[i][t] - new[t]).clamp(-5, 5)
                         loss = loss - objective + args.kl_coef * (difference.exp() - difference - 1).clamp(max=10)
                 if loss.requires_grad:
-                    (loss / sum(len(responses[i]) for i in batch)).backward()
+                    (loss / len(kept)).backward()
                     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.4)
                     happened["norm clip"], happened["steps"] = happened["norm clip"] + int(norm > 0.4), happened["steps"] + 1
                     optimizer.step()
@@ -2143,6 +2310,7 @@ def test_training_against_a_plain_loop(name, monkeypatch, tokenizer, tmp_path):
 
     assert all(happened[event] for event in ("low clip", "high clip", "dual", "norm clip", "steps")), happened
     assert happened["unsafe"] or not args.min_p
+    assert happened["masked"] or not (args.stapo or args.top_entropy or args.bottom_entropy)
     moved = (weights(plain) - weights(reference)).norm()
     assert moved > 1 and (weights(policy) - weights(plain)).norm() < 1e-3 * moved, ((weights(policy) - weights(plain)).norm(), moved)
 
@@ -2298,6 +2466,56 @@ def test_resume_refuses_what_changes_the_run(whole_run, tmp_path, capsys):
     assert "--resume" in message_of(capsys, "--name", whole_run.name, "--output", whole_run.parent)
 
 
+def test_resume_to_fewer_steps(whole_run, tmp_path, capsys):
+    """Refused, and the run's files stay as they are."""
+    folder = copied(whole_run, tmp_path)
+    files = {path: path.read_bytes() for path in folder.glob("*.json*")}
+    for _ in ("finished", "stopped before its end"):
+        assert "has done its 4 steps: give --steps above 4" in message_of(capsys, "--resume", folder, "--steps", "3")
+        assert files == {path: path.read_bytes() for path in folder.glob("*.json*")}
+        shutil.rmtree(folder / "final", ignore_errors=True)
+
+
+def test_resume_with_other_evaluations(whole_run, tmp_path, capsys):
+    """'before' stands beside 'after' only where both were measured on the same prompts."""
+    folder = copied(whole_run, tmp_path)
+    assert lopti.main(["--resume", str(folder), "--steps", "5", "--eval-size", "3", "--quiet"]) == 0
+    assert re.search(r"people +prompts +after\n", capsys.readouterr().out)
+    assert lopti.main(["--resume", str(folder), "--steps", "6", "--eval-size", "1", "--quiet"]) == 0
+    assert re.search(r"people +prompts +before +after\n", capsys.readouterr().out)
+
+
+def test_evaluations_are_made_and_compared_where_asked(tmp_path, capsys, monkeypatch):
+    """--eval-every from --eval-from on; the best evaluation is named at the end, also by a run that was resumed."""
+    accuracies = iter([0.4, 0.9, 0.6, 0.7, 0.9, 0.5])
+
+    def fake(policy, tokenizer, rows, args):
+        mean = next(accuracies)
+        return {"2": {"greedy": (mean, 0.0, 1.0), "length": 9.0, "prompts": 2}}, None
+
+    monkeypatch.setattr(lopti, "evaluate", fake)
+    flags = [*SMALL, "--eval-every", 1, "--eval-from", 3, "--max-new-tokens", 8, "--steps", 4, "--output", tmp_path, "--name", "best"]
+    assert lopti.main([str(flag) for flag in flags]) == 0
+    assert [row["step"] for row in read_jsonl(tmp_path / "best" / "evaluations.jsonl")] == [0, 3, 4]
+    assert "Best mean greedy accuracy: 0.90 after step 3" in capsys.readouterr().out
+    assert lopti.main(["--resume", str(tmp_path / "best"), "--steps", "6", "--eval-every", "0", "--quiet"]) == 0
+    assert "Best mean greedy accuracy: 0.90 after step 3" in capsys.readouterr().out
+    assert lopti.main(["--resume", str(tmp_path / "best"), "--steps", "7", "--eval-every", "0", "--quiet"]) == 0
+    assert "Best" not in capsys.readouterr().out  # the last one is as good
+
+
+def test_odd_lines_and_settings_on_resume(whole_run, tmp_path, capsys):
+    folder = copied(whole_run, tmp_path)
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('7\n[1]\n{"reward": 1}\n{"step": "x"}\n')
+    assert lopti.main(["--resume", str(folder), "--steps", "5", "--quiet"]) == 0
+    assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    config = json.loads((folder / "config.json").read_text())
+    for wrong in ({**config, "alpha": "a lot"}, {**config, "steps": None}, [1], "text"):
+        (folder / "config.json").write_text(json.dumps(wrong))
+        assert "not readable as the settings of a run" in message_of(capsys, "--resume", folder)
+
+
 def test_damaged_checkpoints_are_named_and_left_alone(whole_run, tmp_path, capsys):
     folder = copied(whole_run, tmp_path)
     newest = folder / "checkpoints" / "step-000004"
@@ -2420,7 +2638,22 @@ def test_reward_functions_that_misbehave(monkeypatch):
     def not_a_number(completions, **columns):
         return [0.0, float("nan"), 0.0]
 
+    def swallows(completions, **columns):
+        try:
+            return hangs(completions)
+        except Exception:
+            return [0.0] * len(completions)
+
+    def too_large(completions, **columns):
+        return [0.0, 1e300, 0.0]
+
+    def by_name(completions, **columns):
+        return {0: 1.0, 1: 0.0, 2: 1.0}
+
     for function, words in (
+        (swallows, "the reward function swallows took longer than 0.3 s (--reward-timeout), at response 1"),
+        (too_large, "the reward function too_large returned 1e+300 at response 1 of the batch: rewards must be finite, and at most 1e15"),
+        (by_name, "the reward function by_name returned a dict: it must return a list"),
         (raises, "the reward function raises raised KeyError: 'no such thing', at response 1 of the batch"),
         (hangs, "the reward function hangs took longer than 0.3 s (--reward-timeout), at response 1"),
         (miscounts, "the reward function miscounts returned 4 values for 3 responses"),
@@ -2436,10 +2669,41 @@ def test_out_of_memory_names_three_flags(monkeypatch, capsys, tmp_path):
     def full(*inputs, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(lopti, "sample", full)
+    def full_cpu(*inputs, **options):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes.")
+
+    monkeypatch.setattr(lopti, "evaluate", full_cpu)
+    assert "out of memory on auto" in message_of(capsys, *SMALL, "--output", tmp_path)
+    monkeypatch.setattr(lopti, "evaluate", full)
     error = message_of(capsys, *SMALL, "--output", tmp_path)
     for words in ("--tokens-per-microbatch (now 2048)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
         assert words in error
+
+
+def test_memory_that_runs_out_on_resume_is_no_damage(whole_run, tmp_path, capsys, monkeypatch):
+    def full(*inputs, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "load", full)
+    assert "out of memory" in message_of(capsys, "--resume", copied(whole_run, tmp_path), "--steps", "6")
+
+
+def test_an_interrupt_from_elsewhere(monkeypatch, tmp_path, capsys):
+    """A KeyboardInterrupt that no signal of ours announced ends as Ctrl-C does."""
+
+    def interrupted(completions, **columns):
+        raise KeyboardInterrupt
+
+    with_reward(monkeypatch, interrupted)
+    assert lopti.main([str(flag) for flag in SMALL] + ["--output", str(tmp_path)]) == 130
+    assert "stopped at once" in capsys.readouterr().err
+
+
+def test_a_terminal_without_greek():
+    command = [sys.executable, str(ROOT / "lopti.py"), "--help"]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252", "PYTHONUTF8": "0"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "\\u03b1 of Advantage Reweighting" in done.stdout.decode("cp1252")
 
 
 def test_hostile_text_is_harmless(capsys, tmp_path):
@@ -2449,7 +2713,7 @@ def test_hostile_text_is_harmless(capsys, tmp_path):
     lopti.show_responses(rows, [[(text, -3.0)]], 1)
     assert not set(capsys.readouterr().out) & {"\x1b", "\x07", "\r", "\x00", "\u202e", "\ud800"}
     run = lopti.Run(Arguments(output=str(tmp_path)))
-    run.append("samples.jsonl", {"response": text + "\u2028\x85"})
+    run.append("samples.jsonl", {"step": 1, "response": text + "\u2028\x85"})
     assert len((run.folder / "samples.jsonl").read_text().splitlines()) == 1
     assert run.read_lines("samples.jsonl")[0]["response"] == text + "\u2028\x85"
 
