@@ -362,10 +362,10 @@ def update(policy, optimizer, rollout, tokens, args):
 
     Each mini-batch is one optimizer step; its loss is divided once, by the number of its response tokens (those that
     STAPO or 80/20 keep), of both groups, however it is cut into micro-batches. A mini-batch without a token to
-    update is skipped: Adam would move the weights even at a gradient of 0. (It does where the gradient itself is 0,
-    as with equal rewards throughout and β = 0: such a mini-batch is a step like any other.) Returns the sums over the
-    mini-batches of policy_loss's statistics and of the gradient norm before its clip, and how many steps were taken,
-    skipped, and left out because their loss or gradient was not finite.
+    update is skipped: Adam would move the weights even at a gradient of 0. (One whose gradient is 0 because all its
+    advantages are, with β = 0, is a step like any other.) Returns the sums over the mini-batches of policy_loss's
+    statistics and of the gradient norm before its clip, and how many steps were taken, skipped, and left out because
+    their loss or gradient was not finite.
     """
     totals = Counter(optimizer_steps=0, skipped_steps=0, nonfinite_steps=0)
     for rows in torch.arange(len(rollout.mask)).split(args.mini_batch_size or len(rollout.mask)):
@@ -1621,8 +1621,9 @@ def checkpoint_gradients(model, on):
 
     Only the layers themselves are put in training mode, on which transformers' switch depends; dropout stays off.
     """
-    if on:  # the name before transformers 5.2x, or the one since
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if on:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its older name
+        enable({"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.training = on
