@@ -1855,6 +1855,9 @@ def test_real_files_of_every_shape(tokenizer):
         rewards_given = lopti.judge(texts, training, args)
         assert sum(reward == lopti.TASKS[task].solved for reward in rewards_given) >= 0.99 * len(training), name
         assert all(row["prompt"].count("<|im_start|>assistant") <= 1 and row["prompt"].count("<|assistant|>") <= 1 for row in training)
+    # verl's file holds 100 of the same puzzles, each in a rendered chat: none of them may be trained on
+    args = Arguments(people=[3], data=str(folder / "verl_kk.parquet"), eval_data=str(folder / "kk_3ppl.jsonl"), max_prompt_length=10**6, eval_only=True)
+    assert lopti.load_data(args, qwen, lambda text: None)[0] == []
 
 
 def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
