@@ -431,6 +431,27 @@ def test_chunked_logits_against_the_plain_forward_pass(other_model, monkeypatch)
     assert len(calls) == 2 * math.ceil(rollout.mask.sum() / 3)  # made again, not kept
 
 
+def test_a_model_that_the_shortcuts_misread_is_refused(tokenizer, monkeypatch):
+    """One that looks at more than its last hidden state, or at a cache of its own, is wrong without any error: it is found out."""
+    model = random_model()
+    lopti.check_model(model, tokenizer, "good")
+    forward = model.forward
+
+    def skewed(*inputs, inputs_embeds=None, **options):
+        outputs = forward(*inputs, inputs_embeds=inputs_embeds, **options)
+        if inputs_embeds is not None:  # the way from hidden states to logits
+            outputs.logits = outputs.logits.roll(1, -1)
+        return outputs
+
+    def forgetful(*inputs, past_key_values=None, **options):
+        return forward(*inputs, past_key_values=lopti.DynamicCache() if past_key_values else None, **options)
+
+    for wrong in (skewed, forgetful):
+        model.forward = wrong
+        with pytest.raises(lopti.UserError, match="the model bad .* does not work with the sampling and scoring"):
+            lopti.check_model(model, tokenizer, "bad")
+
+
 def test_roomy_cache_layer_against_hf_layer():
     """The same keys and values as HF's layer through every way of growing, repeating and selecting; few copies of the whole."""
     plain, roomy = lopti.DynamicLayer(), lopti.RoomyLayer(room=5)
