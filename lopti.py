@@ -991,6 +991,8 @@ def check_arguments(args):
         raise UserError(f"--update-only {args.update_only} needs --eta above 0 to tell the two groups apart")
     if args.show and not args.eval_only:
         raise UserError("--show needs --eval-only")
+    if args.eval_from and not args.eval_every and not args.resume:
+        raise UserError("--eval-from needs --eval-every")
     if not (args.steps or args.epochs or args.eval_only or args.benchmark):
         raise UserError("give --steps or --epochs, or --eval-only")
 

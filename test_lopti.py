@@ -2094,6 +2094,7 @@ def broken_models(folder, wanted):
         (("--steps", "9", "--epochs", "2"), "--steps and --epochs exclude each other"),
         (("--clip-dual", "1"), "--clip-dual must be above 1, not 1.0"),
         (("--show", "3"), "--show needs --eval-only"),
+        (("--eval-from", "3"), "--eval-from needs --eval-every"),
         (("--model", "{cut}"), "cannot load the model"),
         (("--model", "{misshapen}"), "cannot load the model"),
         (("--model", "{tokenless}"), "cannot load the model"),
