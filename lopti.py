@@ -792,6 +792,11 @@ class UserError(Exception):
     """Something that the user can put right: ends the program with one sentence and exit code 2."""
 
 
+def one_line(error, length):
+    """What an exception says, on one line and cut to a length, to be told in a UserError."""
+    return " ".join(str(error).split())[:length]
+
+
 def option(default, group, text, **more):
     """A field of Arguments: its default, its group in --help, its documentation."""
     value = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
@@ -934,10 +939,9 @@ def parse_arguments(argv=None):
             raise UserError("--steps and --epochs exclude each other: give one of them")
         given["steps"] = 0
     if given.get("resume"):
-        args = resumed_arguments(given, preset)
-    else:
-        tiny_math = preset in (None, "tiny") and given.get("task") == "math"
-        args = Arguments(**{**(TINY_MATH if tiny_math else PRESETS[preset or "tiny"]), **given})
+        return resumed_arguments(given, preset)
+    tiny_math = preset in (None, "tiny") and given.get("task") == "math"
+    args = Arguments(**{**(TINY_MATH if tiny_math else PRESETS[preset or "tiny"]), **given})
     check_arguments(args)
     return args
 
@@ -1038,7 +1042,7 @@ def load_rows(source, task):
     try:
         rows = datasets.load_dataset(**load).to_list()
     except Exception as error:  # whatever the library objects to
-        reason = " ".join(str(error.__cause__ or error).split())[:300]
+        reason = one_line(error.__cause__ or error, 300)
         raise UserError(f"cannot load the data {source}: {reason}") from error
     if not rows:
         raise UserError(f"the data {source} has no rows")
@@ -1085,10 +1089,16 @@ def render_prompt(tokenizer, messages, opening=""):
         raise UserError(f"the model's chat template does not take the roles {', '.join(message['role'] for message in messages)}: {error}") from error
 
 
+@functools.cache
+def beginning(tokenizer):
+    """The beginning-of-sequence token that Llama's and Gemma's tokenizers put before every text; "" for those that put none, as Qwen's."""
+    puts_one = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token if puts_one else ""
+
+
 def begun(tokenizer, text):
-    """Text with the beginning-of-sequence token that Llama's and Gemma's tokenizers put before every text; Qwen's do not."""
-    begins = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return tokenizer.bos_token + text if begins and not text.startswith(tokenizer.bos_token) else text
+    """A text with the token that this tokenizer puts before every text, if it is not there yet."""
+    return text if text.startswith(beginning(tokenizer)) else beginning(tokenizer) + text
 
 
 def not_in_evaluation(training, evaluation):
@@ -1229,7 +1239,7 @@ def judge(texts, rows, args):
     def complaint(error):
         if isinstance(error, TookTooLong):
             return f"took longer than {args.reward_timeout:g} s (--reward-timeout)"
-        return f"raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"raised {type(error).__name__}: {one_line(error, 200)}"
 
     try:
         rewards = call(texts, rows)
@@ -1413,7 +1423,7 @@ def replaced_whole(path):
     except Exception as error:
         free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free / 2**20
         remove(partial)
-        reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:120]
+        reason = getattr(error, "strerror", None) or one_line(error, 120)
         raise UserError(
             f"cannot write {path} ({reason}; {free:.0f} MiB are free on that disk): make room and continue with --resume; "
             "what was written before is untouched"
@@ -1477,7 +1487,8 @@ class Run:
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
             try:
                 row = json.loads(line)
-                rows += [row] if row["step"] >= 0 else []
+                if row["step"] >= 0:
+                    rows.append(row)
             except (ValueError, TypeError, KeyError):
                 print(f"{path}: dropped a line that was cut short or is none of a run's")
         return rows
@@ -1513,7 +1524,7 @@ class Run:
             except Exception as error:
                 if out_of_memory(error):
                     raise
-                reason = " ".join(str(error).split())[:160]
+                reason = one_line(error, 160)
                 raise UserError(f"the checkpoint {folder} is damaged or not one of this run ({reason}): move it away to go on from the one before") from error
         if self.step > self.args.steps or (self.step == self.args.steps and (self.folder / "final").exists()):
             raise UserError(f"{self.folder} has done its {self.step} steps: give --steps above {self.step} to go on")
@@ -1610,7 +1621,7 @@ def choose_device(name):
             torch.cuda.set_device(device)  # the one that memory figures are about
         return device
     except (RuntimeError, AssertionError) as error:  # cuda:7 on a machine with one GPU
-        raise UserError(f"--device {name}: {' '.join(str(error).split())[:100]}") from error
+        raise UserError(f"--device {name}: {one_line(error, 100)}") from error
 
 
 def mixed_precision(model):
@@ -1680,7 +1691,7 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
     except Exception as error:  # whatever the libraries object to in a folder's files
         if out_of_memory(error):
             raise
-        raise UserError(f"cannot load the model {name}: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(f"cannot load the model {name}: {one_line(error, 300)}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise UserError(f"the tokenizer of {name} has neither a padding nor an end-of-sequence token: name one in its tokenizer_config.json")
@@ -1715,7 +1726,7 @@ def check_model(model, tokenizer, name):
     except Exception as error:
         if out_of_memory(error):
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        reason = f"{type(error).__name__}: {one_line(error, 150)}"
     if reason:
         raise UserError(f"the model {name} ({type(model).__name__}) does not work with the sampling and scoring of lopti.py ({reason}): choose a model such as Qwen2.5 or Llama")
 
@@ -1854,7 +1865,7 @@ def train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_r
     print(evaluation_table({**shown, "after": tables[args.steps]}, TASKS[args.task].difficulty_name))
     accuracy = {step: statistics.mean(row["greedy"][0] for row in table.values()) for step, table in tables.items() if step}
     best = max(accuracy, key=accuracy.get)
-    if best != args.steps and accuracy[best] > accuracy[args.steps]:
+    if accuracy[best] > accuracy[args.steps]:
         print(f"\nBest mean greedy accuracy: {accuracy[best]:.2f} after step {best}")
     print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds the metrics, samples and the trained model (final/).")
     return 0

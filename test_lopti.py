@@ -431,7 +431,7 @@ def test_chunked_logits_against_the_plain_forward_pass(other_model, monkeypatch)
     assert len(calls) == 2 * math.ceil(rollout.mask.sum() / 3)  # made again, not kept
 
 
-def test_a_model_that_the_shortcuts_misread_is_refused(tokenizer, monkeypatch):
+def test_a_model_that_the_shortcuts_misread_is_refused(tokenizer):
     """One that looks at more than its last hidden state, or at a cache of its own, is wrong without any error: it is found out."""
     model = random_model()
     lopti.check_model(model, tokenizer, "good")
@@ -2699,7 +2699,7 @@ def test_out_of_memory_names_three_flags(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(lopti, "evaluate", full_cpu)
     assert "out of memory on auto" in message_of(capsys, *SMALL, "--output", tmp_path)
-    monkeypatch.setattr(lopti, "evaluate", full)
+    monkeypatch.setattr(lopti, "sample", full)
     error = message_of(capsys, *SMALL, "--output", tmp_path)
     for words in ("--tokens-per-microbatch (now 2048)", "--sample-batch-size (now 8)", "--max-new-tokens (now 120)"):
         assert words in error
