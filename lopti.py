@@ -67,7 +67,9 @@ class Rollout:
     truncated: torch.Tensor  # (B,) True where the length limit came before an end-of-sequence token
     texts: list  # B strings: the responses without padding and end of sequence, tags and all
     old_logprobs: torch.Tensor = None  # (B, T) log π_old, of the policy that sampled; 0 on padding
-    ref_logprobs: torch.Tensor = None  # (B, T) log π_ref, of the policy before training; None where β = 0
+    ref_logprobs: torch.Tensor = (
+        None  # (B, T) log π_ref, of the policy before training; None where β = 0
+    )
     advantages: torch.Tensor = None  # (B, T) Â
 
     def lengths(self):
@@ -78,10 +80,26 @@ class Rollout:
         """Some rows, with the padding that all of them share cut away."""
         prompt = slice(self.prompt_ids.shape[1] - int(self.prompt_mask[rows].sum(1).max()), None)
         response = slice(0, int(self.mask[rows].sum(1).max()))
-        per_token = (self.response_ids, self.mask, self.old_logprobs, self.ref_logprobs, self.advantages)
-        response_ids, mask, *rest = (None if values is None else values[rows, response] for values in per_token)
+        per_token = (
+            self.response_ids,
+            self.mask,
+            self.old_logprobs,
+            self.ref_logprobs,
+            self.advantages,
+        )
+        response_ids, mask, *rest = (
+            None if values is None else values[rows, response] for values in per_token
+        )
         prompt_ids, prompt_mask = self.prompt_ids[rows, prompt], self.prompt_mask[rows, prompt]
-        return Rollout(prompt_ids, prompt_mask, response_ids, mask, self.truncated[rows], [self.texts[row] for row in rows], *rest)
+        return Rollout(
+            prompt_ids,
+            prompt_mask,
+            response_ids,
+            mask,
+            self.truncated[rows],
+            [self.texts[row] for row in rows],
+            *rest,
+        )
 
 
 def end_token_ids(model, tokenizer):
@@ -91,42 +109,74 @@ def end_token_ids(model, tokenizer):
     """
     places = (model.generation_config, model.config, model.config.get_text_config(), tokenizer)
     found = [getattr(place, "eos_token_id", None) for place in places]
-    return sorted({i for ids in found if ids is not None for i in (ids if isinstance(ids, (list, tuple)) else [ids])})
+    return sorted(
+        {
+            i
+            for ids in found
+            if ids is not None
+            for i in (ids if isinstance(ids, (list, tuple)) else [ids])
+        }
+    )
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, *, group_size, max_new_tokens, temperature, min_p=0.0, batch_size=0):
+def sample(
+    model, tokenizer, prompts, *, group_size, max_new_tokens, temperature, min_p=0.0, batch_size=0
+):
     """Sample `group_size` responses to each prompt text with HF `generate`; temperature 0 means greedy decoding.
 
     `min_p` > 0 samples from the safe vocabulary of `safe_vocabulary` only. Returns a Rollout whose rows
     g·G … g·G+G-1 answer prompt g. `batch_size` > 0 samples so many rows at a time.
     """
     if tokenizer.pad_token_id is None:
-        raise ValueError("the tokenizer needs a pad token; set tokenizer.pad_token = tokenizer.eos_token")
+        raise ValueError(
+            "the tokenizer needs a pad token; set tokenizer.pad_token = tokenizer.eos_token"
+        )
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here, and the model's own generation settings are put aside while we sample: Qwen ships
     # top_k 20, top_p 0.8 and a repetition penalty, and with those the samples would not come from the π we score.
     settings = {"do_sample": False}
     if temperature:
-        settings = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": min_p or None}
+        settings = {
+            "do_sample": True,
+            "temperature": temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": min_p or None,
+        }
     settings = GenerationConfig(
         **settings, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
         eos_token_id=end_ids, pad_token_id=pad_id, use_cache=True,
     )  # fmt: skip
-    encoded = tokenizer(prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt")
-    prompt_ids, prompt_mask = encoded["input_ids"].to(model.device), encoded["attention_mask"].to(model.device)
+    encoded = tokenizer(
+        prompts, add_special_tokens=False, padding=True, padding_side="left", return_tensors="pt"
+    )
+    prompt_ids, prompt_mask = (
+        encoded["input_ids"].to(model.device),
+        encoded["attention_mask"].to(model.device),
+    )
     model.eval()  # no dropout: the policy that samples is the policy that is scored
     own_settings, model.generation_config = model.generation_config, settings
     try:
         size = max(1, (batch_size or group_size * len(prompts)) // group_size)  # prompts at a time
-        parts = [generate_groups(model, *part, group_size, settings) for part in zip(prompt_ids.split(size), prompt_mask.split(size))]
+        parts = [
+            generate_groups(model, *part, group_size, settings)
+            for part in zip(prompt_ids.split(size), prompt_mask.split(size))
+        ]
     finally:
         model.generation_config = own_settings
     length = max(part.shape[1] for part in parts)
-    response_ids = torch.cat([torch.nn.functional.pad(part, (0, length - part.shape[1]), value=pad_id) for part in parts])
+    response_ids = torch.cat(
+        [torch.nn.functional.pad(part, (0, length - part.shape[1]), value=pad_id) for part in parts]
+    )
     mask, truncated = response_mask(response_ids, end_ids)
-    decoded = [tokenizer.decode(strip_end(ids[kept], end_ids), skip_special_tokens=False) for ids, kept in zip(response_ids, mask)]
-    prompt_ids, prompt_mask = (part.repeat_interleave(group_size, 0) for part in (prompt_ids, prompt_mask))  # (B, P)
+    decoded = [
+        tokenizer.decode(strip_end(ids[kept], end_ids), skip_special_tokens=False)
+        for ids, kept in zip(response_ids, mask)
+    ]
+    prompt_ids, prompt_mask = (
+        part.repeat_interleave(group_size, 0) for part in (prompt_ids, prompt_mask)
+    )  # (B, P)
     return Rollout(prompt_ids, prompt_mask.bool(), response_ids, mask, truncated, decoded)
 
 
@@ -158,7 +208,9 @@ class TokenScores(NamedTuple):
     """What a policy says about tokens of a rollout, each (B, T) and 0 or False for other tokens and padding."""
 
     logprobs: torch.Tensor  # log π(o_t | q, o_<t), float32
-    entropies: torch.Tensor  # H of π(· | q, o_<t) in nats, without a gradient; None where not asked for
+    entropies: (
+        torch.Tensor
+    )  # H of π(· | q, o_<t) in nats, without a gradient; None where not asked for
     safe: torch.Tensor  # True where the token is in the safe vocabulary; everywhere with min_p = 0
 
 
@@ -170,22 +222,42 @@ def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True, to
     by default all of the response, so that Lopti's two stages make each token's once.
     """
     tokens = rollout.mask if tokens is None else tokens
-    states, to_logits = response_states(model, rollout)  # (number of response tokens, hidden size), without padding
+    states, to_logits = response_states(
+        model, rollout
+    )  # (number of response tokens, hidden size), without padding
     states = states[tokens[rollout.mask]]  # (N, hidden size)
 
     def of(states, ids):  # n of them at a time
         logits = to_logits(states)  # (n, V)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # bfloat16 is too coarse for them
+        logits = (
+            logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+        )  # bfloat16 is too coarse for them
         safe = torch.ones_like(ids, dtype=torch.bool)  # (n,)
         if min_p:
             in_vocabulary = safe_vocabulary(logits, min_p)  # (n, V)
             safe = in_vocabulary.gather(-1, ids[:, None]).squeeze(-1)
-            logits = logits.masked_fill(~in_vocabulary, torch.finfo(logits.dtype).min)  # probability 0
-        logprobs = (logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1)).masked_fill(~safe, 0.0)
-        return logprobs, entropy(logits.detach()) if with_entropy else torch.zeros_like(logprobs), safe
+            logits = logits.masked_fill(
+                ~in_vocabulary, torch.finfo(logits.dtype).min
+            )  # probability 0
+        logprobs = (logits.gather(-1, ids[:, None]).squeeze(-1) - logits.logsumexp(-1)).masked_fill(
+            ~safe, 0.0
+        )
+        return (
+            logprobs,
+            entropy(logits.detach()) if with_entropy else torch.zeros_like(logprobs),
+            safe,
+        )
 
-    found = in_chunks(of, states, rollout.response_ids[tokens], vocabulary_size=model.config.get_text_config().vocab_size)
-    logprobs, entropies, safe = (torch.zeros(tokens.shape, dtype=part.dtype, device=part.device).masked_scatter(tokens, part) for part in found)
+    found = in_chunks(
+        of,
+        states,
+        rollout.response_ids[tokens],
+        vocabulary_size=model.config.get_text_config().vocab_size,
+    )
+    logprobs, entropies, safe = (
+        torch.zeros(tokens.shape, dtype=part.dtype, device=part.device).masked_scatter(tokens, part)
+        for part in found
+    )
     return TokenScores(logprobs, entropies if with_entropy else None, safe)
 
 
@@ -216,10 +288,14 @@ def score(model, rollout, temperature, tokens_per_microbatch, min_p=0.0, with_en
     """token_logprobs of a whole rollout, a micro-batch at a time and without gradients."""
     dtype = torch.promote_types(model.dtype, torch.float32)
     logprobs = torch.zeros(rollout.mask.shape, dtype=dtype, device=rollout.mask.device)  # (B, T)
-    scores = TokenScores(logprobs, logprobs.clone() if with_entropy else None, torch.zeros_like(rollout.mask))
+    scores = TokenScores(
+        logprobs, logprobs.clone() if with_entropy else None, torch.zeros_like(rollout.mask)
+    )
     for rows in micro_batches(range(len(rollout.mask)), rollout.lengths(), tokens_per_microbatch):
         part = rollout.part(rows)
-        for whole, found in zip(scores, token_logprobs(model, part, temperature, min_p, with_entropy)):
+        for whole, found in zip(
+            scores, token_logprobs(model, part, temperature, min_p, with_entropy)
+        ):
             if whole is not None:
                 whole[rows, : part.mask.shape[1]] = found
     return scores
@@ -240,7 +316,9 @@ def group_advantages(rewards, group_size):
     tensor([ 0.7071, -0.7071, -0.7071,  0.7071,  0.0000,  0.0000])
     """
     if group_size < 2:
-        raise ValueError("group_size must be at least 2: the advantage of a response is relative to its group")
+        raise ValueError(
+            "group_size must be at least 2: the advantage of a response is relative to its group"
+        )
     groups = rewards.view(-1, group_size)  # (B/G, G)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
@@ -288,7 +366,11 @@ def update_stages(low, high, mask, *, eta, order="low-high", update_only=None, p
     elif eta == 0:
         stages = [("all", mask)]
     else:
-        stages = [("low", low), ("high", high)] if order == "low-high" else [("high", high), ("low", low)]
+        stages = (
+            [("low", low), ("high", high)]
+            if order == "low-high"
+            else [("high", high), ("low", low)]
+        )
     return stages * passes
 
 
@@ -326,13 +408,21 @@ def policy_loss(
     """
     updated = mask if update_mask is None else mask & update_mask
     normalizer = mask.sum() if normalizer is None else normalizer
-    ratio = (logprobs - old_logprobs).masked_fill(~updated, 0.0).exp()  # (B, T); padding must not overflow
+    ratio = (
+        (logprobs - old_logprobs).masked_fill(~updated, 0.0).exp()
+    )  # (B, T); padding must not overflow
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     dual = -advantages * clip_dual  # where Â < 0, a bound from above on the loss
-    token_loss = torch.maximum(unclipped, clipped)  # the maximum of losses is the minimum of objectives
+    token_loss = torch.maximum(
+        unclipped, clipped
+    )  # the maximum of losses is the minimum of objectives
     token_loss = torch.where(advantages < 0, torch.minimum(token_loss, dual), token_loss)
-    kl = kl_estimate(logprobs, ref_logprobs) if ref_logprobs is not None and kl_coef else torch.zeros_like(token_loss)
+    kl = (
+        kl_estimate(logprobs, ref_logprobs)
+        if ref_logprobs is not None and kl_coef
+        else torch.zeros_like(token_loss)
+    )
 
     def total(values):
         return (values * updated).sum() / normalizer
@@ -345,7 +435,9 @@ def policy_loss(
             "kl": total(kl),
             "clip_ratio/low_mean": total(cut_off & (advantages < 0)),
             "clip_ratio/high_mean": total(cut_off & (advantages > 0)),
-            "clip_ratio/dual_mean": total((advantages < 0) & (torch.maximum(unclipped, clipped) > dual)),
+            "clip_ratio/dual_mean": total(
+                (advantages < 0) & (torch.maximum(unclipped, clipped) > dual)
+            ),
             "ratio_mean": total(ratio),
             "updated_share": total(torch.ones_like(ratio)),
         }
@@ -382,7 +474,9 @@ def update(policy, optimizer, rollout, tokens, args):
         for micro in micro_batches(busy, batch.lengths(), args.tokens_per_microbatch):
             part = batch.part(micro)
             in_loss = to_update[micro, : part.mask.shape[1]]
-            scores = token_logprobs(policy, part, args.temperature, args.min_p, with_entropy=False, tokens=in_loss)
+            scores = token_logprobs(
+                policy, part, args.temperature, args.min_p, with_entropy=False, tokens=in_loss
+            )
             loss, stats = policy_loss(
                 scores.logprobs, part.old_logprobs, part.advantages, part.mask,
                 update_mask=in_loss & scores.safe, ref_logprobs=part.ref_logprobs,
@@ -392,7 +486,9 @@ def update(policy, optimizer, rollout, tokens, args):
             loss.backward()
             sums.update(stats)
             sums["unsafe_tokens"] += int((in_loss & ~scores.safe).sum())
-        sums["grad_norm"] = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
+        sums["grad_norm"] = float(
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        )
         if sums["updated_share"] == 0:  # every token has left the safe vocabulary
             totals["skipped_steps"] += 1
         elif all(map(math.isfinite, sums.values())):
@@ -411,12 +507,16 @@ def update(policy, optimizer, rollout, tokens, args):
 
 def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
     """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps. Writes metrics and samples to `run`."""
-    prompts = itertools.islice(prompt_stream(train_rows, args.prompts_per_step, args.seed), run.step, None)
+    prompts = itertools.islice(
+        prompt_stream(train_rows, args.prompts_per_step, args.seed), run.step, None
+    )
     progress = tqdm(range(run.step + 1, args.steps + 1), desc=method_name(args), disable=args.quiet)
     for step in progress:
         run.begin_step(step, policy, tokenizer, optimizer)
         clock = Clock(policy.device)
-        batch = [row for row in next(prompts) for _ in range(args.group_size)]  # B rows, G for each prompt
+        batch = [
+            row for row in next(prompts) for _ in range(args.group_size)
+        ]  # B rows, G for each prompt
         with clock("sampling"):  # o ~ π_old
             rollout = sample(
                 policy, tokenizer, [row["prompt"] for row in batch[:: args.group_size]], group_size=args.group_size,
@@ -424,29 +524,57 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
                 batch_size=args.sample_batch_size,
             )  # fmt: skip
         with clock("rewarding"):  # R
-            rewards = torch.tensor(judge(rollout.texts, batch, args), device=rollout.mask.device)  # (B,)
+            rewards = torch.tensor(
+                judge(rollout.texts, batch, args), device=rollout.mask.device
+            )  # (B,)
         with clock("scoring"):  # log π_old and log π_ref, before the first update
             old = score(policy, rollout, args.temperature, args.tokens_per_microbatch, args.min_p)
             rollout.old_logprobs = old.logprobs  # (B, T)
             if reference is not None:
-                of_reference = score(reference, rollout, args.temperature, args.tokens_per_microbatch, args.min_p, with_entropy=False)
-                rollout.ref_logprobs = of_reference.logprobs.masked_fill(rollout.mask & ~of_reference.safe, -math.inf)  # π_ref = 0 there
+                of_reference = score(
+                    reference,
+                    rollout,
+                    args.temperature,
+                    args.tokens_per_microbatch,
+                    args.min_p,
+                    with_entropy=False,
+                )
+                rollout.ref_logprobs = of_reference.logprobs.masked_fill(
+                    rollout.mask & ~of_reference.safe, -math.inf
+                )  # π_ref = 0 there
         with clock("updating"):
             checkpoint_gradients(policy, args.gradient_checkpointing)
             if args.advantage == "grpo":
-                advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask  # (B, T)
+                advantages = (
+                    group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+                )  # (B, T)
             else:
                 advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, T)
-            rollout.advantages = reweight_advantages(advantages, rollout.old_logprobs, args.alpha)  # Eq. 4
+            rollout.advantages = reweight_advantages(
+                advantages, rollout.old_logprobs, args.alpha
+            )  # Eq. 4
             low, high = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
             stages = update_stages(
-                low, high, rollout.mask, eta=args.eta, order=args.order, update_only=args.update_only, passes=args.passes
+                low,
+                high,
+                rollout.mask,
+                eta=args.eta,
+                order=args.order,
+                update_only=args.update_only,
+                passes=args.passes,
             )
-            stats = [(name, update(policy, optimizer, rollout, tokens & old.safe, args)) for name, tokens in stages]
+            stats = [
+                (name, update(policy, optimizer, rollout, tokens & old.safe, args))
+                for name, tokens in stages
+            ]
         metrics = step_metrics(step, rollout, rewards, old.entropies, stats, clock, args)
         run.append("metrics.jsonl", metrics)
         run.write_samples(step, batch, rollout, rewards)
-        progress.set_postfix(reward=f"{metrics['reward']:.2f}", accuracy=f"{metrics['accuracy']:.2f}", length=f"{metrics['completions/mean_length']:.0f}")
+        progress.set_postfix(
+            reward=f"{metrics['reward']:.2f}",
+            accuracy=f"{metrics['accuracy']:.2f}",
+            length=f"{metrics['completions/mean_length']:.0f}",
+        )
         if args.eval_every and step % args.eval_every == 0 and args.eval_from <= step < args.steps:
             run.write_evaluation(step, evaluate(policy, tokenizer, eval_rows, args)[0])
         run.end_step(metrics, policy, tokenizer, optimizer)
@@ -497,7 +625,9 @@ def entropy_mask(entropies, mask, rho, lowest=False):
     tensor([[False,  True, False, False, False]])
     """
     values = entropies[mask].sort(descending=True).values
-    count = len(values) - round(rho * len(values)) if lowest else round(rho * len(values))  # how many are on top
+    count = (
+        len(values) - round(rho * len(values)) if lowest else round(rho * len(values))
+    )  # how many are on top
     threshold = values[count - 1] if count else math.inf
     return mask & ((entropies < threshold) if lowest else (entropies >= threshold))
 
@@ -513,7 +643,14 @@ def tokens_to_keep(policy, batch, args):
     now = score(policy, batch, args.temperature, args.tokens_per_microbatch, args.min_p)
     kept = batch.mask
     if args.stapo:
-        kept = kept & stapo_mask(now.logprobs, now.entropies, batch.advantages, batch.mask, args.stapo_tau, args.stapo_quantile)
+        kept = kept & stapo_mask(
+            now.logprobs,
+            now.entropies,
+            batch.advantages,
+            batch.mask,
+            args.stapo_tau,
+            args.stapo_quantile,
+        )
     if args.top_entropy:
         kept = kept & entropy_mask(now.entropies, batch.mask, args.top_entropy)
     if args.bottom_entropy:
@@ -536,7 +673,15 @@ def safe_vocabulary(logits, min_p):
 
 
 def gradient_weight(
-    logprobs, old_logprobs, advantages, *, ref_logprobs=None, clip_low=0.2, clip_high=0.24, clip_dual=10.0, kl_coef=0.001
+    logprobs,
+    old_logprobs,
+    advantages,
+    *,
+    ref_logprobs=None,
+    clip_low=0.2,
+    clip_high=0.24,
+    clip_dual=10.0,
+    kl_coef=0.001,
 ):
     """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, T) → (B, T)
 
@@ -559,7 +704,9 @@ def gradient_weight(
 def logit_gradient_norm(logits, ids):
     """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²) at logits z (..., V) for tokens j = ids (...): Prop. 4.2's core."""
     probabilities = logits.softmax(-1)
-    gradient = torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities  # ∇_z log π_j = e_j - π
+    gradient = (
+        torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities
+    )  # ∇_z log π_j = e_j - π
     return gradient.norm(dim=-1)
 
 
@@ -592,20 +739,35 @@ class RoomyLayer(DynamicLayer):
 
     def __init__(self, room):
         super().__init__()
-        self.room, self.whole = room, None  # whole: keys and values with their free room, (rows, heads, length + room, head size) each
+        self.room, self.whole = (
+            room,
+            None,
+        )  # whole: keys and values with their free room, (rows, heads, length + room, head size) each
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         used, new = self.get_seq_length(), key_states.shape[-2]
-        if self.whole is None or self.whole[0].shape[-2] < used + new or self.keys.data_ptr() != self.whole[0].data_ptr():
+        if (
+            self.whole is None
+            or self.whole[0].shape[-2] < used + new
+            or self.keys.data_ptr() != self.whole[0].data_ptr()
+        ):
             device = key_states.device.type
-            dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None  # None: each its own
+            dtype = (
+                torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            )  # None: each its own
             rows, heads, _, _ = key_states.shape
-            self.whole = [states.new_empty(rows, heads, used + new + self.room, states.shape[-1], dtype=dtype) for states in (key_states, value_states)]
+            self.whole = [
+                states.new_empty(rows, heads, used + new + self.room, states.shape[-1], dtype=dtype)
+                for states in (key_states, value_states)
+            ]
             if used:
                 self.whole[0][:, :, :used], self.whole[1][:, :, :used] = self.keys, self.values
-        self.whole[0][:, :, used : used + new], self.whole[1][:, :, used : used + new] = key_states, value_states
+        self.whole[0][:, :, used : used + new], self.whole[1][:, :, used : used + new] = (
+            key_states,
+            value_states,
+        )
         self.keys, self.values = (whole[:, :, : used + new] for whole in self.whole)
         return self.keys, self.values
 
@@ -625,22 +787,49 @@ def generate_groups(model, prompt_ids, prompt_mask, group_size, settings, stretc
     which the responses that have ended leave the batch, so that nothing is computed for them while others go on.
     """
     end_ids = torch.tensor(settings.eos_token_id, device=prompt_ids.device)
-    ids, mask = prompt_ids.repeat_interleave(group_size, 0), prompt_mask.repeat_interleave(group_size, 0)
-    responses = torch.full((len(ids), settings.max_new_tokens), settings.pad_token_id, device=ids.device)
-    going, done = torch.arange(len(ids), device=ids.device), 0  # the rows that have not ended, the tokens they have
+    ids, mask = (
+        prompt_ids.repeat_interleave(group_size, 0),
+        prompt_mask.repeat_interleave(group_size, 0),
+    )
+    responses = torch.full(
+        (len(ids), settings.max_new_tokens), settings.pad_token_id, device=ids.device
+    )
+    going, done = (
+        torch.arange(len(ids), device=ids.device),
+        0,
+    )  # the rows that have not ended, the tokens they have
     with mixed_precision(model):
         cache = DynamicCache(config=model.config)
-        cache.layers = [RoomyLayer(stretch) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        cache.layers = [
+            RoomyLayer(stretch) if type(layer) is DynamicLayer else layer for layer in cache.layers
+        ]
         if prompt_ids.shape[1] > 1:
-            head, seen = prompt_ids[:, :-1], prompt_mask[:, :-1]  # generate reads the last prompt token itself
-            read = model(input_ids=head, attention_mask=seen, position_ids=positions(seen), past_key_values=cache, use_cache=True, logits_to_keep=1)
+            head, seen = (
+                prompt_ids[:, :-1],
+                prompt_mask[:, :-1],
+            )  # generate reads the last prompt token itself
+            read = model(
+                input_ids=head,
+                attention_mask=seen,
+                position_ids=positions(seen),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
             if (read.logits.isnan() | read.logits.isposinf()).any():
-                raise UserError("the model's logits are not finite: its weights are damaged, or training has diverged; try a lower --learning-rate")
+                raise UserError(
+                    "the model's logits are not finite: its weights are damaged, or training has diverged; try a lower --learning-rate"
+                )
             cache.batch_repeat_interleave(group_size)
         while len(going) and done < settings.max_new_tokens:
             settings_now = copy.copy(settings)
             settings_now.max_new_tokens = min(stretch, settings.max_new_tokens - done)
-            found = model.generate(input_ids=ids, attention_mask=mask, past_key_values=cache, generation_config=settings_now)
+            found = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                generation_config=settings_now,
+            )
             new = found[:, ids.shape[1] :]
             responses[going, done : done + new.shape[1]] = new
             done += new.shape[1]
@@ -661,14 +850,22 @@ def response_states(model, rollout):
     a decoder that hands back the given states: whatever the model does to its logits (scaling, soft-capping) is kept.
     """
     kept = torch.cat([rollout.prompt_mask, rollout.mask], dim=1)  # (B, P+T)
-    order = kept.long().argsort(dim=1, descending=True, stable=True)[:, : int(rollout.lengths().max())]  # (B, L) tokens before padding
-    input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1).gather(1, order)  # (B, L)
-    of_response = torch.cat([torch.zeros_like(rollout.prompt_mask), rollout.mask], dim=1).gather(1, order)  # (B, L)
+    order = kept.long().argsort(dim=1, descending=True, stable=True)[
+        :, : int(rollout.lengths().max())
+    ]  # (B, L) tokens before padding
+    input_ids = torch.cat([rollout.prompt_ids, rollout.response_ids], dim=1).gather(
+        1, order
+    )  # (B, L)
+    of_response = torch.cat([torch.zeros_like(rollout.prompt_mask), rollout.mask], dim=1).gather(
+        1, order
+    )  # (B, L)
     name = model.base_model_prefix
     decoder = getattr(model, name)
     with mixed_precision(model):
         outputs = decoder(input_ids=input_ids, use_cache=False)
-    states = outputs.last_hidden_state[:, :-1][of_response[:, 1:]]  # (N, hidden size): the state at position t speaks about token t+1
+    states = outputs.last_hidden_state[:, :-1][
+        of_response[:, 1:]
+    ]  # (N, hidden size): the state at position t speaks about token t+1
 
     def to_logits(states):
         given = torch.nn.Module()
@@ -715,7 +912,9 @@ MATH_REQUEST = "Please reason step by step, and put your final answer within \\b
 class Task:
     """Where a task's rows come from, how they become a prompt, and what a response earns."""
 
-    reward: object  # f(completions, solution, **columns) -> list of floats, the signature that TRL uses
+    reward: (
+        object  # f(completions, solution, **columns) -> list of floats, the signature that TRL uses
+    )
     solved: float  # a response counts as right when its reward is this
     shapes: dict  # the columns a data file may have -> f(row) giving (prompt, solution); see SHAPES
     difficulty: object  # (row, solution) -> what the tables are split by
@@ -757,10 +956,19 @@ TASKS = {
     "kk": Task(
         reward=kk_reward,
         solved=3.0,
-        shapes={("quiz", "solution_text_format"): lambda row: (row["quiz"], row["solution_text_format"]), **SHAPES},
+        shapes={
+            ("quiz", "solution_text_format"): lambda row: (
+                row["quiz"],
+                row["solution_text_format"],
+            ),
+            **SHAPES,
+        },
         difficulty=lambda row, solution: str(len(solution.strip().splitlines())),
         difficulty_name="people",
-        messages=lambda quiz: [{"role": "system", "content": KK_SYSTEM_PROMPT}, {"role": "user", "content": quiz}],
+        messages=lambda quiz: [
+            {"role": "system", "content": KK_SYSTEM_PROMPT},
+            {"role": "user", "content": quiz},
+        ],
         opening="<think>",
         train_data=str(HERE / "data" / "kk_train.jsonl"),
         eval_data=str(HERE / "data" / "kk_test.jsonl"),
@@ -769,9 +977,18 @@ TASKS = {
         reward=math_reward,
         solved=1.0,
         shapes={
-            ("problem", "answer"): lambda row: (row["problem"], row["answer"]),  # DeepScaleR, MATH-500
-            ("problem", "solution"): lambda row: (row["problem"], extract_boxed(row["solution"])),  # MATH
-            ("question", "answer"): lambda row: (row["question"], row["answer"].rsplit("####")[-1].strip()),  # GSM8K
+            ("problem", "answer"): lambda row: (
+                row["problem"],
+                row["answer"],
+            ),  # DeepScaleR, MATH-500
+            ("problem", "solution"): lambda row: (
+                row["problem"],
+                extract_boxed(row["solution"]),
+            ),  # MATH
+            ("question", "answer"): lambda row: (
+                row["question"],
+                row["answer"].rsplit("####")[-1].strip(),
+            ),  # GSM8K
             **SHAPES,
         },
         difficulty=lambda row, solution: str(row.get("level", "all")),
@@ -799,7 +1016,11 @@ def one_line(error, length):
 
 def option(default, group, text, **more):
     """A field of Arguments: its default, its group in --help, its documentation."""
-    value = {"default_factory": lambda: list(default)} if isinstance(default, list) else {"default": default}
+    value = (
+        {"default_factory": lambda: list(default)}
+        if isinstance(default, list)
+        else {"default": default}
+    )
     return field(**value, metadata={"group": group, "help": text, **more})
 
 
@@ -807,62 +1028,172 @@ def option(default, group, text, **more):
 class Arguments:
     """Every setting of a run. The defaults are the preset `tiny`; PRESETS holds what the others change."""
 
-    advantage: str = option("grpo", "method", "grpo: relative to the group; reinforce++: whitened over the batch", choices=("grpo", "reinforce++"))
-    alpha: float = option(0.0, "method", "α of Advantage Reweighting, Eq. 4, from 0 (off) to 1; the paper uses 0.3 on K&K")
-    eta: float = option(0.0, "method", "η of Lopti, from 0 (off: plain GRPO) to 1: tokens with π < η are updated first; the paper uses 0.5")
-    order: str = option("low-high", "method", "which group Lopti updates first (Fig. 6b)", choices=("low-high", "high-low"))
-    update_only: str = option(None, "method", "update one of Lopti's two groups alone (Figs. 1 and 6a)", choices=("low", "high"))
+    advantage: str = option(
+        "grpo",
+        "method",
+        "grpo: relative to the group; reinforce++: whitened over the batch",
+        choices=("grpo", "reinforce++"),
+    )
+    alpha: float = option(
+        0.0,
+        "method",
+        "α of Advantage Reweighting, Eq. 4, from 0 (off) to 1; the paper uses 0.3 on K&K",
+    )
+    eta: float = option(
+        0.0,
+        "method",
+        "η of Lopti, from 0 (off: plain GRPO) to 1: tokens with π < η are updated first; the paper uses 0.5",
+    )
+    order: str = option(
+        "low-high",
+        "method",
+        "which group Lopti updates first (Fig. 6b)",
+        choices=("low-high", "high-low"),
+    )
+    update_only: str = option(
+        None,
+        "method",
+        "update one of Lopti's two groups alone (Figs. 1 and 6a)",
+        choices=("low", "high"),
+    )
     passes: int = option(1, "method", "how often the update goes over a rollout batch")
-    stapo: bool = option(False, "method", "silence STAPO's spurious tokens: Â > 0, π < τ_p, low entropy")
+    stapo: bool = option(
+        False, "method", "silence STAPO's spurious tokens: Â > 0, π < τ_p, low entropy"
+    )
     stapo_tau: float = option(0.002, "method", "τ_p of STAPO")
-    stapo_quantile: float = option(0.75, "method", "STAPO's τ_h is this quantile of the entropies of its candidates")
-    top_entropy: float = option(0.0, "method", "ρ of 80/20: train on this share of tokens, those of highest entropy; the paper uses 0.2; 0 is off")
-    bottom_entropy: float = option(0.0, "method", "train on this share of tokens, those of lowest entropy (80/20's ablation: 0.8); 0 is off")
-    min_p: float = option(0.0, "method", "ρ of the safe vocabulary, in sampling and in log-probabilities: tokens with π < ρ·max π are cut off; our reading of the paper is e^-13 = 2.3e-6; 0 is off")
+    stapo_quantile: float = option(
+        0.75, "method", "STAPO's τ_h is this quantile of the entropies of its candidates"
+    )
+    top_entropy: float = option(
+        0.0,
+        "method",
+        "ρ of 80/20: train on this share of tokens, those of highest entropy; the paper uses 0.2; 0 is off",
+    )
+    bottom_entropy: float = option(
+        0.0,
+        "method",
+        "train on this share of tokens, those of lowest entropy (80/20's ablation: 0.8); 0 is off",
+    )
+    min_p: float = option(
+        0.0,
+        "method",
+        "ρ of the safe vocabulary, in sampling and in log-probabilities: tokens with π < ρ·max π are cut off; our reading of the paper is e^-13 = 2.3e-6; 0 is off",
+    )
     clip_low: float = option(0.2, "method", "ε_l: the ratio is clipped below at 1-ε_l")
     clip_high: float = option(0.24, "method", "ε_h: the ratio is clipped above at 1+ε_h")
-    clip_dual: float = option(10.0, "method", "c > 1 of the dual clip: where Â < 0 the loss of a token is at most -c·Â")
-    kl_coef: float = option(0.001, "method", "β: weight of the KL to the starting policy; 0 also saves the reference model")
+    clip_dual: float = option(
+        10.0, "method", "c > 1 of the dual clip: where Â < 0 the loss of a token is at most -c·Â"
+    )
+    kl_coef: float = option(
+        0.001,
+        "method",
+        "β: weight of the KL to the starting policy; 0 also saves the reference model",
+    )
 
     prompts_per_step: int = option(16, "sampling", "prompts in a rollout batch")
     group_size: int = option(8, "sampling", "G: responses to each prompt, at least 2")
-    temperature: float = option(1.0, "sampling", "T_s: temperature of sampling, and of every log-probability")
-    max_prompt_length: int = option(400, "sampling", "longer prompts (in tokens) are dropped, and counted")
+    temperature: float = option(
+        1.0, "sampling", "T_s: temperature of sampling, and of every log-probability"
+    )
+    max_prompt_length: int = option(
+        400, "sampling", "longer prompts (in tokens) are dropped, and counted"
+    )
     max_new_tokens: int = option(200, "sampling", "longest response, in tokens")
-    sample_batch_size: int = option(0, "sampling", "responses generated at a time; 0 means all at once")
+    sample_batch_size: int = option(
+        0, "sampling", "responses generated at a time; 0 means all at once"
+    )
 
     learning_rate: float = option(1e-4, "optimisation", "constant learning rate of AdamW")
     weight_decay: float = option(0.01, "optimisation", "weight decay of AdamW")
-    max_grad_norm: float = option(1.0, "optimisation", "the gradient of each optimizer step is clipped to this norm")
-    mini_batch_size: int = option(64, "optimisation", "responses in one optimizer step; 0 means the whole rollout batch")
-    tokens_per_microbatch: int = option(2048, "optimisation", "tokens in one forward pass, padding included: changes memory and speed, not the result (up to rounding)")
-    gradient_checkpointing: bool = option(False, "optimisation", "make activations again in the backward pass: less memory, a third more time")
+    max_grad_norm: float = option(
+        1.0, "optimisation", "the gradient of each optimizer step is clipped to this norm"
+    )
+    mini_batch_size: int = option(
+        64, "optimisation", "responses in one optimizer step; 0 means the whole rollout batch"
+    )
+    tokens_per_microbatch: int = option(
+        2048,
+        "optimisation",
+        "tokens in one forward pass, padding included: changes memory and speed, not the result (up to rounding)",
+    )
+    gradient_checkpointing: bool = option(
+        False,
+        "optimisation",
+        "make activations again in the backward pass: less memory, a third more time",
+    )
     steps: int = option(24, "optimisation", "training steps (rollout batches)")
-    epochs: int = option(0, "optimisation", "instead of --steps: how often to go through the training prompts")
+    epochs: int = option(
+        0, "optimisation", "instead of --steps: how often to go through the training prompts"
+    )
 
-    task: str = option("kk", "model and data", "what to train on: Knights and Knaves, or math with \\boxed{} answers", choices=tuple(TASKS))
-    model: str = option(str(HERE / "data" / "tiny"), "model and data", "folder or hub name of a causal language model, or random:NAME for the shape of Qwen2.5-0.5B, -1.5B, -3B or -7B with random weights")
-    data: str = option("", "model and data", "training rows: a jsonl, json, csv or parquet file, or a hub data set name[:configuration[:split+split]]; columns as in K&K, TRL, GSM8K, MATH, DeepScaleR or verl; the task's own file by default")
+    task: str = option(
+        "kk",
+        "model and data",
+        "what to train on: Knights and Knaves, or math with \\boxed{} answers",
+        choices=tuple(TASKS),
+    )
+    model: str = option(
+        str(HERE / "data" / "tiny"),
+        "model and data",
+        "folder or hub name of a causal language model, or random:NAME for the shape of Qwen2.5-0.5B, -1.5B, -3B or -7B with random weights",
+    )
+    data: str = option(
+        "",
+        "model and data",
+        "training rows: a jsonl, json, csv or parquet file, or a hub data set name[:configuration[:split+split]]; columns as in K&K, TRL, GSM8K, MATH, DeepScaleR or verl; the task's own file by default",
+    )
     eval_data: str = option("", "model and data", "evaluation rows, in the same forms")
-    reward: str = option("", "model and data", "MODULE:FUNCTION, a reward function of your own with TRL's signature f(completions, solution, **columns); the task's by default")
-    solved_reward: float = option(None, "model and data", "a response counts as right from this reward on; 3 for kk, 1 for math by default", type=float)
-    people: list = option([2, 3], "model and data", "kk: numbers of people to train and evaluate on", type=int)
-    dtype: str = option("auto", "model and data", "type of the forward passes, with weights in float32 always; auto: bfloat16 on a GPU that has it", choices=("auto", "float32", "bfloat16"))
+    reward: str = option(
+        "",
+        "model and data",
+        "MODULE:FUNCTION, a reward function of your own with TRL's signature f(completions, solution, **columns); the task's by default",
+    )
+    solved_reward: float = option(
+        None,
+        "model and data",
+        "a response counts as right from this reward on; 3 for kk, 1 for math by default",
+        type=float,
+    )
+    people: list = option(
+        [2, 3], "model and data", "kk: numbers of people to train and evaluate on", type=int
+    )
+    dtype: str = option(
+        "auto",
+        "model and data",
+        "type of the forward passes, with weights in float32 always; auto: bfloat16 on a GPU that has it",
+        choices=("auto", "float32", "bfloat16"),
+    )
     device: str = option("auto", "model and data", "auto, cpu, cuda or mps")
 
-    eval_every: int = option(0, "evaluation", "evaluate after every so many steps; 0 means before and after training only")
+    eval_every: int = option(
+        0,
+        "evaluation",
+        "evaluate after every so many steps; 0 means before and after training only",
+    )
     eval_from: int = option(0, "evaluation", "with --eval-every: not before this step")
     eval_size: int = option(100, "evaluation", "evaluation prompts per difficulty; 0 means all")
-    eval_samples: int = option(4, "evaluation", "k: sampled responses to each evaluation prompt, for avg@k and pass@k")
+    eval_samples: int = option(
+        4, "evaluation", "k: sampled responses to each evaluation prompt, for avg@k and pass@k"
+    )
     eval_temperature: float = option(1.0, "evaluation", "temperature of those samples")
     eval_only: bool = option(False, "evaluation", "evaluate the model and stop")
-    benchmark: int = option(0, "evaluation", "time so many steps of GRPO and of Lopti, print a table and stop; 3 will do")
-    show: int = option(0, "evaluation", "with --eval-only: print so many prompts with their responses and rewards")
+    benchmark: int = option(
+        0,
+        "evaluation",
+        "time so many steps of GRPO and of Lopti, print a table and stop; 3 will do",
+    )
+    show: int = option(
+        0, "evaluation", "with --eval-only: print so many prompts with their responses and rewards"
+    )
 
-    save_every: int = option(10, "run", "write a checkpoint after every so many steps; 0 means only when interrupted")
+    save_every: int = option(
+        10, "run", "write a checkpoint after every so many steps; 0 means only when interrupted"
+    )
     keep: int = option(2, "run", "how many of the newest checkpoints stay")
     resume: str = option("", "run", "continue the run in this folder, with its own settings")
-    reward_timeout: float = option(60.0, "run", "seconds that a reward function may take for one batch")
+    reward_timeout: float = option(
+        60.0, "run", "seconds that a reward function may take for one batch"
+    )
     trust_remote_code: bool = option(False, "run", "let a model folder run its own Python code")
     name: str = option("", "run", "name of the run folder; a new one by default")
     output: str = option("runs", "run", "where run folders are made")
@@ -903,13 +1234,19 @@ class OneLineParser(argparse.ArgumentParser):
 def build_parser():
     """--help, grouped as Arguments is; flags that are not given leave the preset's value."""
     changed = {"tiny with --task math": TINY_MATH, **PRESETS}
-    presets = "\n".join(f"  {name}: " + ", ".join(f"{k}={v}" for k, v in values.items()) for name, values in changed.items() if values)
+    presets = "\n".join(
+        f"  {name}: " + ", ".join(f"{k}={v}" for k, v in values.items())
+        for name, values in changed.items()
+        if values
+    )
     parser = OneLineParser(
         prog="lopti.py", usage="python lopti.py [flags]", description=__doc__.split("\n\nRead it")[0],
         epilog=f"presets (tiny: the defaults above):\n{presets}", formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     preset_help = "tiny: the bundled policy, minutes on a CPU (default); kk, math: the paper's settings; flags given explicitly win"
-    parser.add_argument("--preset", choices=tuple(PRESETS), default=argparse.SUPPRESS, help=preset_help)
+    parser.add_argument(
+        "--preset", choices=tuple(PRESETS), default=argparse.SUPPRESS, help=preset_help
+    )
     groups = {}
     for item in fields(Arguments):
         name = item.metadata["group"]
@@ -917,16 +1254,31 @@ def build_parser():
         default = item.default if item.default is not MISSING else item.default_factory()
         flag, text = "--" + item.name.replace("_", "-"), item.metadata["help"].replace("%", "%%")
         if isinstance(default, bool):
-            switchable = any(item.name in preset for preset in PRESETS.values())  # then --no-... takes it back
-            group.add_argument(flag, action=argparse.BooleanOptionalAction if switchable else "store_true", default=argparse.SUPPRESS, help=text)
+            switchable = any(
+                item.name in preset for preset in PRESETS.values()
+            )  # then --no-... takes it back
+            group.add_argument(
+                flag,
+                action=argparse.BooleanOptionalAction if switchable else "store_true",
+                default=argparse.SUPPRESS,
+                help=text,
+            )
             continue
         shown = " ".join(map(str, default)) if isinstance(default, list) else default
         shown = str(shown).replace(str(HERE) + "/", "")
         text += f" [{shown}]" if shown not in ("", "None") else ""
-        more = {"nargs": "+", "type": item.metadata["type"]} if isinstance(default, list) else {"type": type(default) if default is not None else item.metadata.get("type", str)}
+        more = (
+            {"nargs": "+", "type": item.metadata["type"]}
+            if isinstance(default, list)
+            else {"type": type(default) if default is not None else item.metadata.get("type", str)}
+        )
         choices = item.metadata.get("choices")
-        metavar = None if choices else {"float": "X", "int": "N", "str": "TEXT"}[more["type"].__name__]
-        group.add_argument(flag, default=argparse.SUPPRESS, help=text, choices=choices, metavar=metavar, **more)
+        metavar = (
+            None if choices else {"float": "X", "int": "N", "str": "TEXT"}[more["type"].__name__]
+        )
+        group.add_argument(
+            flag, default=argparse.SUPPRESS, help=text, choices=choices, metavar=metavar, **more
+        )
     return parser
 
 
@@ -953,46 +1305,83 @@ FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "eval_f
 
 def resumed_arguments(given, preset=None):
     """The settings of the run in the folder given["resume"], with the flags that may change."""
-    refused = sorted("--" + name.replace("_", "-") for name in given if name not in FREE_TO_CHANGE) + (["--preset"] if preset else [])
+    refused = sorted(
+        "--" + name.replace("_", "-") for name in given if name not in FREE_TO_CHANGE
+    ) + (["--preset"] if preset else [])
     if refused:
-        raise UserError(f"--resume continues a run with its own settings and cannot take {', '.join(refused)}: leave that out, or start a new run")
+        raise UserError(
+            f"--resume continues a run with its own settings and cannot take {', '.join(refused)}: leave that out, or start a new run"
+        )
     path = Path(given["resume"]) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         known = {item.name for item in fields(Arguments)}
-        args = Arguments(**{**{name: value for name, value in config.items() if name in known}, **given})
+        args = Arguments(
+            **{**{name: value for name, value in config.items() if name in known}, **given}
+        )
         check_arguments(args)  # a setting of the wrong type shows here
         return args
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot resume {given['resume']}: {path} is not there or not readable as the settings of a run") from error
+        raise UserError(
+            f"cannot resume {given['resume']}: {path} is not there or not readable as the settings of a run"
+        ) from error
 
 
 def check_arguments(args):
     """Raise UserError for values that make no sense."""
-    for name in ("alpha", "eta", "top_entropy", "bottom_entropy", "stapo_tau", "stapo_quantile", "min_p"):
+    for name in (
+        "alpha",
+        "eta",
+        "top_entropy",
+        "bottom_entropy",
+        "stapo_tau",
+        "stapo_quantile",
+        "min_p",
+    ):
         if not 0 <= getattr(args, name) <= 1:
-            raise UserError(f"--{name.replace('_', '-')} must lie between 0 and 1, not {getattr(args, name)}")
+            raise UserError(
+                f"--{name.replace('_', '-')} must lie between 0 and 1, not {getattr(args, name)}"
+            )
     if args.top_entropy and args.bottom_entropy:
         raise UserError("--top-entropy and --bottom-entropy exclude each other")
     if args.group_size < (2 if args.advantage == "grpo" else 1):
-        raise UserError(f"--group-size must be at least 2, not {args.group_size}: GRPO compares the responses to one prompt with each other")
+        raise UserError(
+            f"--group-size must be at least 2, not {args.group_size}: GRPO compares the responses to one prompt with each other"
+        )
     for name in ("temperature", "eval_temperature", "learning_rate", "reward_timeout"):
         if not 0 < getattr(args, name) < math.inf:
-            raise UserError(f"--{name.replace('_', '-')} must be above 0 and finite, not {getattr(args, name)}")
+            raise UserError(
+                f"--{name.replace('_', '-')} must be above 0 and finite, not {getattr(args, name)}"
+            )
     for name, least in (("clip_dual", 1), ("max_grad_norm", 0)):  # where infinity means no clip
         if not getattr(args, name) > least:
-            raise UserError(f"--{name.replace('_', '-')} must be above {least}, not {getattr(args, name)}")
-    for name in ("keep", "passes", "prompts_per_step", "max_prompt_length", "max_new_tokens", "tokens_per_microbatch"):
+            raise UserError(
+                f"--{name.replace('_', '-')} must be above {least}, not {getattr(args, name)}"
+            )
+    for name in (
+        "keep",
+        "passes",
+        "prompts_per_step",
+        "max_prompt_length",
+        "max_new_tokens",
+        "tokens_per_microbatch",
+    ):
         if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+            raise UserError(
+                f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}"
+            )
     for name in ("clip_low", "clip_high", "kl_coef", "weight_decay", "steps", "epochs", "mini_batch_size", "sample_batch_size",
                  "eval_every", "eval_from", "eval_size", "eval_samples", "show", "benchmark", "save_every"):  # fmt: skip
         if not getattr(args, name) >= 0:
-            raise UserError(f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}")
+            raise UserError(
+                f"--{name.replace('_', '-')} must not be negative, but is {getattr(args, name)}"
+            )
     if not 0 <= args.seed < 2**32:
         raise UserError(f"--seed must lie between 0 and {2**32 - 1}, not {args.seed}")
     if args.update_only and args.eta == 0:
-        raise UserError(f"--update-only {args.update_only} needs --eta above 0 to tell the two groups apart")
+        raise UserError(
+            f"--update-only {args.update_only} needs --eta above 0 to tell the two groups apart"
+        )
     if args.show and not args.eval_only:
         raise UserError("--show needs --eval-only")
     if args.eval_from and not args.eval_every and not args.resume:
@@ -1012,7 +1401,9 @@ def method_name(args):
         name += f" + {'Lopti' if args.order == 'low-high' else 'reversed Lopti'} (η={args.eta:g})"
     name += " + STAPO" if args.stapo else ""
     name += f" + 80/20 (ρ={args.top_entropy:g})" if args.top_entropy else ""
-    name += f", lowest-entropy {args.bottom_entropy:.0%} of tokens only" if args.bottom_entropy else ""
+    name += (
+        f", lowest-entropy {args.bottom_entropy:.0%} of tokens only" if args.bottom_entropy else ""
+    )
     name += f" + min-p (ρ={args.min_p:g})" if args.min_p else ""
     return name + (f", {args.passes} passes" if args.passes > 1 else "")
 
@@ -1027,7 +1418,9 @@ def load_rows(source, task):
     import datasets  # here, because it takes a second to import
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what goes wrong is said below, in one sentence
+    datasets.logging.set_verbosity(
+        datasets.logging.CRITICAL
+    )  # what goes wrong is said below, in one sentence
     path = Path(source)
     formats = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
     if path.suffix in formats:
@@ -1048,7 +1441,10 @@ def load_rows(source, task):
         raise UserError(f"the data {source} has no rows")
     for columns, parts_of in task.shapes.items():
         if set(columns) <= set(rows[0]):
-            return [read_row(row, number, columns, parts_of, source, task) for number, row in enumerate(rows, 1)]
+            return [
+                read_row(row, number, columns, parts_of, source, task)
+                for number, row in enumerate(rows, 1)
+            ]
     wanted = " or ".join(" and ".join(columns) for columns in task.shapes)
     raise UserError(f"the data {source} needs the columns {wanted}; it has {', '.join(rows[0])}")
 
@@ -1060,15 +1456,27 @@ def read_row(row, number, columns, parts_of, source, task):
         raise UserError(f"row {number} of the data {source} has no {missing[0]}")
     try:
         prompt, solution = parts_of(row)
-        asked = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt if message["role"] != "system"]
+        asked = (
+            [prompt]
+            if isinstance(prompt, str)
+            else [message["content"] for message in prompt if message["role"] != "system"]
+        )
         question = "\n".join(asked)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"row {number} of the data {source}: its {' and '.join(columns)} do not hold a prompt and a solution") from error
+        raise UserError(
+            f"row {number} of the data {source}: its {' and '.join(columns)} do not hold a prompt and a solution"
+        ) from error
     if not question.strip():
         raise UserError(f"row {number} of the data {source}: its {columns[0]} is empty")
     if solution is None:
-        raise UserError(f"row {number} of the data {source} has no solution: there is no \\boxed{{}} in its {columns[1]}")
-    others = {name: value for name, value in row.items() if name not in ("prompt", "prompts", "completions", "solution")}
+        raise UserError(
+            f"row {number} of the data {source} has no solution: there is no \\boxed{{}} in its {columns[1]}"
+        )
+    others = {
+        name: value
+        for name, value in row.items()
+        if name not in ("prompt", "prompts", "completions", "solution")
+    }
     return {
         "question": question, "prompt": prompt, "solution": str(solution), "difficulty": task.difficulty(row, str(solution)),
         "columns": others, "shape": (columns, type(prompt)),
@@ -1078,21 +1486,32 @@ def read_row(row, number, columns, parts_of, source, task):
 def render_prompt(tokenizer, messages, opening=""):
     """The prompt text: the tokenizer's chat template up to the assistant's turn, and what that turn opens with."""
     if tokenizer.chat_template is None:  # a base model: the same words without a chat around them
-        return begun(tokenizer, "\n\n".join(message["content"] for message in messages) + "\n\n" + opening)
+        return begun(
+            tokenizer, "\n\n".join(message["content"] for message in messages) + "\n\n" + opening
+        )
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + opening
+        return (
+            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            + opening
+        )
     except TemplateError as error:
         first, *others = messages
-        if first["role"] == "system" and others:  # Gemma's template takes none: it opens the user's message instead
+        if (
+            first["role"] == "system" and others
+        ):  # Gemma's template takes none: it opens the user's message instead
             merged = {**others[0], "content": first["content"] + "\n\n" + others[0]["content"]}
             return render_prompt(tokenizer, [merged, *others[1:]], opening)
-        raise UserError(f"the model's chat template does not take the roles {', '.join(message['role'] for message in messages)}: {error}") from error
+        raise UserError(
+            f"the model's chat template does not take the roles {', '.join(message['role'] for message in messages)}: {error}"
+        ) from error
 
 
 @functools.cache
 def beginning(tokenizer):
     """The beginning-of-sequence token that Llama's and Gemma's tokenizers put before every text; "" for those that put none, as Qwen's."""
-    puts_one = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]
+    puts_one = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][:1] == [
+        tokenizer.bos_token_id
+    ]
     return tokenizer.bos_token if puts_one else ""
 
 
@@ -1116,8 +1535,15 @@ def not_in_evaluation(training, evaluation):
 
     def is_new(row):
         ours = key(row)
-        others = (theirs for shape, questions in held_out.items() if shape != row["shape"] for theirs in questions)
-        return ours not in held_out.get(row["shape"], ()) and not any(theirs in ours or ours in theirs for theirs in others)
+        others = (
+            theirs
+            for shape, questions in held_out.items()
+            if shape != row["shape"]
+            for theirs in questions
+        )
+        return ours not in held_out.get(row["shape"], ()) and not any(
+            theirs in ours or ours in theirs for theirs in others
+        )
 
     return [row for row in training if is_new(row)]
 
@@ -1125,11 +1551,16 @@ def not_in_evaluation(training, evaluation):
 def load_data(args, tokenizer, say=print):
     """Training and evaluation rows with their prompts; the training rows never hold an evaluation question."""
     task = TASKS[args.task]
-    sources = {"training": args.data or task.train_data, "evaluation": args.eval_data or task.eval_data}
+    sources = {
+        "training": args.data or task.train_data,
+        "evaluation": args.eval_data or task.eval_data,
+    }
     rows = {use: load_rows(source, task) for use, source in sources.items()}
     if args.task == "kk":
         sizes = {str(people) for people in args.people}
-        rows = {use: [row for row in found if row["difficulty"] in sizes] for use, found in rows.items()}
+        rows = {
+            use: [row for row in found if row["difficulty"] in sizes] for use, found in rows.items()
+        }
     for use, found in rows.items():
         for row in found:
             if not isinstance(row["prompt"], str):  # messages of its own
@@ -1138,15 +1569,28 @@ def load_data(args, tokenizer, say=print):
                 row["prompt"] = begun(tokenizer, row["prompt"])
             else:  # a question
                 row["prompt"] = render_prompt(tokenizer, task.messages(row["prompt"]), task.opening)
-        lengths = [len(ids) for ids in tokenizer([row["prompt"] for row in found], add_special_tokens=False)["input_ids"]] if found else []
+        lengths = (
+            [
+                len(ids)
+                for ids in tokenizer([row["prompt"] for row in found], add_special_tokens=False)[
+                    "input_ids"
+                ]
+            ]
+            if found
+            else []
+        )
         kept = [row for row, length in zip(found, lengths) if length <= args.max_prompt_length]
         if len(kept) < len(found):
-            say(f"dropped {len(found) - len(kept)} {use} prompts longer than {args.max_prompt_length} tokens")
+            say(
+                f"dropped {len(found) - len(kept)} {use} prompts longer than {args.max_prompt_length} tokens"
+            )
         rows[use] = kept
 
     training = not_in_evaluation(rows["training"], rows["evaluation"])
     dropped = len(rows["training"]) - len(training)
-    say(f"{len(training)} training prompts ({dropped} dropped because they are also evaluation prompts)")
+    say(
+        f"{len(training)} training prompts ({dropped} dropped because they are also evaluation prompts)"
+    )
     evaluation, counts = [], {}
     for row in sorted(rows["evaluation"], key=lambda row: row["difficulty"]):
         counts[row["difficulty"]] = counts.get(row["difficulty"], 0) + 1
@@ -1163,7 +1607,9 @@ def load_data(args, tokenizer, say=print):
 def prompt_stream(rows, size, seed):
     """Endless batches of `size` rows, in a new random order each time through."""
     generator = random.Random(seed)
-    order = itertools.chain.from_iterable(generator.sample(rows, len(rows)) for _ in itertools.count())
+    order = itertools.chain.from_iterable(
+        generator.sample(rows, len(rows)) for _ in itertools.count()
+    )
     while True:
         yield list(itertools.islice(order, size))
 
@@ -1173,7 +1619,9 @@ def prompt_stream(rows, size, seed):
 # ======================================================================================================
 
 
-class TookTooLong(BaseException):  # no Exception: a reward function's own `except Exception` must not swallow it
+class TookTooLong(
+    BaseException
+):  # no Exception: a reward function's own `except Exception` must not swallow it
     pass
 
 
@@ -1204,7 +1652,9 @@ def load_function(place):
     try:
         return getattr(importlib.import_module(module.removesuffix(".py")), name)
     except Exception as error:
-        raise UserError(f"--reward {place}: cannot load it ({type(error).__name__}: {error}); give MODULE:FUNCTION") from error
+        raise UserError(
+            f"--reward {place}: cannot load it ({type(error).__name__}: {error}); give MODULE:FUNCTION"
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
 
@@ -1226,14 +1676,21 @@ def judge(texts, rows, args):
     def call(texts, rows):
         names = set.intersection(*(set(row.get("columns", {})) for row in rows))
         columns = {name: [row["columns"][name] for row in rows] for name in sorted(names)}
-        columns |= {"solution": [row["solution"] for row in rows], "prompts": [row["prompt"] for row in rows]}
+        columns |= {
+            "solution": [row["solution"] for row in rows],
+            "prompts": [row["prompt"] for row in rows],
+        }
         with time_limit(args.reward_timeout):
             rewards = function(completions=texts, **columns)
         if isinstance(rewards, (dict, set, str)):
-            raise UserError(f"the reward function {name} returned a {type(rewards).__name__}: it must return a list with one number for each response")
+            raise UserError(
+                f"the reward function {name} returned a {type(rewards).__name__}: it must return a list with one number for each response"
+            )
         rewards = list(rewards)
         if len(rewards) != len(texts):
-            raise UserError(f"the reward function {name} returned {len(rewards)} values for {len(texts)} responses: it must return one each")
+            raise UserError(
+                f"the reward function {name} returned {len(rewards)} values for {len(texts)} responses: it must return one each"
+            )
         return [float(reward) for reward in rewards]
 
     def complaint(error):
@@ -1250,11 +1707,17 @@ def judge(texts, rows, args):
             try:
                 call([text], [row])
             except (Exception, TookTooLong) as alone:
-                raise UserError(f"the reward function {name} {complaint(alone)}, at response {number} of the batch: {printable(text)[:80]!r}") from error
-        raise UserError(f"the reward function {name} {complaint(error)}, on the batch but on none of its responses alone") from error
+                raise UserError(
+                    f"the reward function {name} {complaint(alone)}, at response {number} of the batch: {printable(text)[:80]!r}"
+                ) from error
+        raise UserError(
+            f"the reward function {name} {complaint(error)}, on the batch but on none of its responses alone"
+        ) from error
     for number, reward in enumerate(rewards):
         if not abs(reward) <= 1e15:  # float32 must be able to square it
-            raise UserError(f"the reward function {name} returned {reward} at response {number} of the batch: rewards must be finite, and at most 1e15")
+            raise UserError(
+                f"the reward function {name} returned {reward} at response {number} of the batch: rewards must be finite, and at most 1e15"
+            )
     return rewards
 
 
@@ -1273,7 +1736,9 @@ def wilson_interval(mean, count):
     """
     z = 1.959964
     centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    half = (
+        z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    )
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -1298,18 +1763,31 @@ def evaluate(policy, tokenizer, rows, args):
                 )  # fmt: skip
                 repeated = [row for row in chunk for _ in range(group_size)]
                 rewards = judge(rollout.texts, repeated, args)
-                for i, (text, reward, length) in enumerate(zip(rollout.texts, rewards, rollout.mask.sum(1).tolist())):
+                for i, (text, reward, length) in enumerate(
+                    zip(rollout.texts, rewards, rollout.mask.sum(1).tolist())
+                ):
                     answered[start + i // group_size].append((text, reward, length))
     table = {}
     for difficulty in sorted({row["difficulty"] for row in rows}):
-        right = [[reward >= solved(args) for _, reward, _ in answered[i]] for i, row in enumerate(rows) if row["difficulty"] == difficulty]
+        right = [
+            [reward >= solved(args) for _, reward, _ in answered[i]]
+            for i, row in enumerate(rows)
+            if row["difficulty"] == difficulty
+        ]
         values = {"greedy": [answers[0] for answers in right]}
         if k:
             values[f"avg@{k}"] = [sum(answers[1:]) / k for answers in right]
             values[f"pass@{k}"] = [any(answers[1:]) for answers in right]
         means = {name: sum(found) / len(found) for name, found in values.items()}
-        table[difficulty] = {name: (mean, *wilson_interval(mean, len(right))) for name, mean in means.items()}
-        lengths = [length for i, row in enumerate(rows) if row["difficulty"] == difficulty for _, _, length in answered[i]]
+        table[difficulty] = {
+            name: (mean, *wilson_interval(mean, len(right))) for name, mean in means.items()
+        }
+        lengths = [
+            length
+            for i, row in enumerate(rows)
+            if row["difficulty"] == difficulty
+            for _, _, length in answered[i]
+        ]
         table[difficulty] |= {"length": sum(lengths) / len(lengths), "prompts": len(right)}
     return table, [[(text, reward) for text, reward, _ in answers] for answers in answered]
 
@@ -1317,14 +1795,30 @@ def evaluate(policy, tokenizer, rows, args):
 def evaluation_table(tables, difficulty_name):
     """The evaluations {title: table} as text: a row for each measure and difficulty, a 95 % interval after each mean."""
     first = next(iter(tables.values()))
-    lines = [f"{'':<8}{difficulty_name:>8}{'prompts':>9}" + "".join(f"{title:>21}" for title in tables)]
-    for measure in (name for name in next(iter(first.values())) if name not in ("length", "prompts")):
+    lines = [
+        f"{'':<8}{difficulty_name:>8}{'prompts':>9}" + "".join(f"{title:>21}" for title in tables)
+    ]
+    for measure in (
+        name for name in next(iter(first.values())) if name not in ("length", "prompts")
+    ):
         for number, difficulty in enumerate(first):
-            cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in (table[difficulty][measure] for table in tables.values())]
-            lines.append(f"{'' if number else measure:<8}{difficulty:>8}{first[difficulty]['prompts']:>9}" + "".join(f"{cell:>21}" for cell in cells))
+            cells = [
+                f"{mean:.2f} [{low:.2f}, {high:.2f}]"
+                for mean, low, high in (table[difficulty][measure] for table in tables.values())
+            ]
+            lines.append(
+                f"{'' if number else measure:<8}{difficulty:>8}{first[difficulty]['prompts']:>9}"
+                + "".join(f"{cell:>21}" for cell in cells)
+            )
         if len(first) > 1:
-            means = [sum(row[measure][0] for row in table.values()) / len(table) for table in tables.values()]
-            lines.append(f"{'':<8}{'mean':>8}{sum(row['prompts'] for row in first.values()):>9}" + "".join(f"{mean:>8.2f}{'':13}" for mean in means))
+            means = [
+                sum(row[measure][0] for row in table.values()) / len(table)
+                for table in tables.values()
+            ]
+            lines.append(
+                f"{'':<8}{'mean':>8}{sum(row['prompts'] for row in first.values()):>9}"
+                + "".join(f"{mean:>8.2f}{'':13}" for mean in means)
+            )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -1359,7 +1853,9 @@ def peak_memory_gib(device):
         import resource
     except ImportError:  # Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        2**30 if sys.platform == "darwin" else 2**20
+    )
 
 
 def step_metrics(step, rollout, rewards, entropies, stats, clock, args):
@@ -1378,25 +1874,52 @@ def step_metrics(step, rollout, rewards, entropies, stats, clock, args):
         "completions/max_length": lengths.max().item(),
         "completions/clipped_ratio": rollout.truncated.float().mean().item(),
         "entropy": entropies.sum().item() / tokens,
-        "low_probability_share": split_tokens(rollout.old_logprobs, rollout.mask, args.eta or 0.5)[0].sum().item() / tokens,
+        "low_probability_share": split_tokens(rollout.old_logprobs, rollout.mask, args.eta or 0.5)[
+            0
+        ]
+        .sum()
+        .item()
+        / tokens,
     }
     steps = Counter()
     for name, stage in stats:
         steps[name] += stage["optimizer_steps"]
-    for name, stage in stats:  # means over the mini-batches of a group; the two groups of Lopti add up
-        for key in ("policy_loss", "kl", "ratio_mean", "updated_share", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/dual_mean"):
+    for (
+        name,
+        stage,
+    ) in stats:  # means over the mini-batches of a group; the two groups of Lopti add up
+        for key in (
+            "policy_loss",
+            "kl",
+            "ratio_mean",
+            "updated_share",
+            "clip_ratio/low_mean",
+            "clip_ratio/high_mean",
+            "clip_ratio/dual_mean",
+        ):
             metrics[key] = metrics.get(key, 0.0) + stage.get(key, 0.0) / max(1, steps[name])
         key = f"grad_norm/{name}"
         metrics[key] = metrics.get(key, 0.0) + stage.get("grad_norm", 0.0) / max(1, steps[name])
-        for key in ("optimizer_steps", "skipped_steps", "nonfinite_steps", "masked_tokens", "unsafe_tokens"):
+        for key in (
+            "optimizer_steps",
+            "skipped_steps",
+            "nonfinite_steps",
+            "masked_tokens",
+            "unsafe_tokens",
+        ):
             metrics[key] = metrics.get(key, 0) + stage.get(key, 0)
     metrics["masked_share"] = metrics["masked_tokens"] / (len(stats) * tokens)
     for phase, seconds in clock.seconds.items():
         metrics[f"seconds/{phase}"] = round(seconds, 4)
         metrics[f"tokens_per_second/{phase}"] = round(tokens / seconds, 1) if seconds else None
         metrics[f"peak_memory_gib/{phase}"] = clock.memory[phase]
-    metrics["peak_memory_gib"] = max((found for found in clock.memory.values() if found), default=None)
-    metrics |= {"rollout/tokens": tokens, "rollout/tokens_with_prompts": int(rollout.lengths().sum())}
+    metrics["peak_memory_gib"] = max(
+        (found for found in clock.memory.values() if found), default=None
+    )
+    metrics |= {
+        "rollout/tokens": tokens,
+        "rollout/tokens_with_prompts": int(rollout.lengths().sum()),
+    }
     return metrics
 
 
@@ -1421,7 +1944,10 @@ def replaced_whole(path):
         os.replace(partial, path)
         remove(old)
     except Exception as error:
-        free = shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free / 2**20
+        free = (
+            shutil.disk_usage(next(folder for folder in path.parents if folder.exists())).free
+            / 2**20
+        )
         remove(partial)
         reason = getattr(error, "strerror", None) or one_line(error, 120)
         raise UserError(
@@ -1437,7 +1963,9 @@ def remove(path):
 class Run:
     """The folder runs/NAME: config.json, metrics.jsonl, samples.jsonl, evaluations.jsonl, checkpoints/, final/."""
 
-    PATIENCE = 3  # training steps in a row without one finite optimizer step, after which the run stops
+    PATIENCE = (
+        3  # training steps in a row without one finite optimizer step, after which the run stops
+    )
 
     def __init__(self, args):
         self.args, self.step = args, 0  # step: the last one that is done
@@ -1453,16 +1981,31 @@ class Run:
                 break
             except FileExistsError:
                 if args.name:
-                    raise UserError(f"the run folder {self.folder} is there already: continue it with --resume {self.folder} or choose another --name") from None
+                    raise UserError(
+                        f"the run folder {self.folder} is there already: continue it with --resume {self.folder} or choose another --name"
+                    ) from None
             except OSError as error:
-                raise UserError(f"cannot make the run folder {self.folder}: {error.strerror}") from error
+                raise UserError(
+                    f"cannot make the run folder {self.folder}: {error.strerror}"
+                ) from error
         self.write_config()
 
     def write_config(self):
-        versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
-        config = {**asdict(self.args), "resume": "", "method": method_name(self.args), "versions": versions}
+        versions = {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        config = {
+            **asdict(self.args),
+            "resume": "",
+            "method": method_name(self.args),
+            "versions": versions,
+        }
         with replaced_whole(self.folder / "config.json") as path:
-            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
 
     # ---- lines
 
@@ -1471,12 +2014,22 @@ class Run:
             with open(self.folder / file, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(row) + "\n")
         except OSError as error:
-            raise UserError(f"cannot write {self.folder / file}: {error.strerror}; continue later with --resume {self.folder}") from error
+            raise UserError(
+                f"cannot write {self.folder / file}: {error.strerror}; continue later with --resume {self.folder}"
+            ) from error
 
     def write_samples(self, step, batch, rollout, rewards, samples=2):
         for i in range(min(samples, len(batch))):
-            row = {"step": step, "prompt": batch[i]["prompt"], "response": rollout.texts[i], "solution": batch[i]["solution"]}
-            self.append("samples.jsonl", row | {"reward": rewards[i].item(), "truncated": bool(rollout.truncated[i])})
+            row = {
+                "step": step,
+                "prompt": batch[i]["prompt"],
+                "response": rollout.texts[i],
+                "solution": batch[i]["solution"],
+            }
+            self.append(
+                "samples.jsonl",
+                row | {"reward": rewards[i].item(), "truncated": bool(rollout.truncated[i])},
+            )
 
     def write_evaluation(self, step, table):
         self.append("evaluations.jsonl", {"step": step, "table": table})
@@ -1484,7 +2037,9 @@ class Run:
     def read_lines(self, file):
         """The rows of a jsonl file, without lines that a crash cut short."""
         path, rows = self.folder / file, []
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
+        for line in (
+            path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        ):
             try:
                 row = json.loads(line)
                 if row["step"] >= 0:
@@ -1502,7 +2057,11 @@ class Run:
         """Everything that the next step depends on, in checkpoints/step-N; the newest `keep` stay."""
         folder = self.folder / "checkpoints" / f"step-{self.step:06d}"
         if not folder.exists():
-            state = {"step": self.step, "optimizer": optimizer.state_dict(), "random": random_state or random_states()}
+            state = {
+                "step": self.step,
+                "optimizer": optimizer.state_dict(),
+                "random": random_state or random_states(),
+            }
             with replaced_whole(folder) as path:
                 path.mkdir(parents=True)
                 policy.save_pretrained(path)
@@ -1515,8 +2074,12 @@ class Run:
         """Bring policy, optimizer, random numbers and the run's files back to the newest checkpoint, if there is one."""
         for folder in self.checkpoints()[-1:]:
             try:
-                state = torch.load(folder / "training_state.pt", weights_only=True, map_location="cpu")
-                weights = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=self.args.trust_remote_code)
+                state = torch.load(
+                    folder / "training_state.pt", weights_only=True, map_location="cpu"
+                )
+                weights = AutoModelForCausalLM.from_pretrained(
+                    folder, dtype=torch.float32, trust_remote_code=self.args.trust_remote_code
+                )
                 policy.load_state_dict(weights.state_dict())
                 optimizer.load_state_dict(state["optimizer"])
                 set_random_states(state["random"])
@@ -1525,9 +2088,15 @@ class Run:
                 if out_of_memory(error):
                     raise
                 reason = one_line(error, 160)
-                raise UserError(f"the checkpoint {folder} is damaged or not one of this run ({reason}): move it away to go on from the one before") from error
-        if self.step > self.args.steps or (self.step == self.args.steps and (self.folder / "final").exists()):
-            raise UserError(f"{self.folder} has done its {self.step} steps: give --steps above {self.step} to go on")
+                raise UserError(
+                    f"the checkpoint {folder} is damaged or not one of this run ({reason}): move it away to go on from the one before"
+                ) from error
+        if self.step > self.args.steps or (
+            self.step == self.args.steps and (self.folder / "final").exists()
+        ):
+            raise UserError(
+                f"{self.folder} has done its {self.step} steps: give --steps above {self.step} to go on"
+            )
         self.write_config()
         for file in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
             rows = [row for row in self.read_lines(file) if row["step"] <= self.step]
@@ -1562,12 +2131,18 @@ class Run:
         """Count what could not be applied, save where it is due, stop where that was asked for."""
         step = metrics["step"]
         if metrics["skipped_steps"]:
-            tqdm.write(f"step {step}: {metrics['skipped_steps']} mini-batches skipped, for they held no token to update")
+            tqdm.write(
+                f"step {step}: {metrics['skipped_steps']} mini-batches skipped, for they held no token to update"
+            )
         if metrics["nonfinite_steps"]:
-            tqdm.write(f"step {step}: {metrics['nonfinite_steps']} optimizer steps left out, for their loss or gradient was not finite")
+            tqdm.write(
+                f"step {step}: {metrics['nonfinite_steps']} optimizer steps left out, for their loss or gradient was not finite"
+            )
         if metrics["nonfinite_steps"] and not metrics["optimizer_steps"]:
             self.bad_steps += 1
-            if self.bad_steps >= self.PATIENCE:  # the weights are still those from before the first of them
+            if (
+                self.bad_steps >= self.PATIENCE
+            ):  # the weights are still those from before the first of them
                 self.save_checkpoint(policy, tokenizer, optimizer, self.random_before)
                 raise UserError(
                     f"no finite gradient in {self.bad_steps} steps: stopped, with a checkpoint from before them (step {self.step}) in {self.folder}; "
@@ -1581,7 +2156,9 @@ class Run:
 
     def stop_if_asked(self, policy, tokenizer, optimizer):
         if self.stop_signal:
-            self.save_checkpoint(policy, tokenizer, optimizer, self.random_before if self.bad_steps else None)
+            self.save_checkpoint(
+                policy, tokenizer, optimizer, self.random_before if self.bad_steps else None
+            )
             raise Interrupted
 
 
@@ -1609,7 +2186,11 @@ def set_random_states(states):
 
 def choose_device(name):
     """'auto' → cuda, else mps, else cpu; UserError where the device asked for is not there."""
-    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     if name == "auto":
         return torch.device(next(device for device, found in there.items() if found))
     if not there.get(name.split(":")[0]):
@@ -1626,7 +2207,11 @@ def choose_device(name):
 
 def mixed_precision(model):
     """Forward passes in bfloat16 where load_model was told so; the weights that AdamW updates stay float32."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=getattr(model, "forward_dtype", None) == torch.bfloat16)
+    return torch.autocast(
+        model.device.type,
+        torch.bfloat16,
+        enabled=getattr(model, "forward_dtype", None) == torch.bfloat16,
+    )
 
 
 def checkpoint_gradients(model, on):
@@ -1635,7 +2220,10 @@ def checkpoint_gradients(model, on):
     Only the layers themselves are put in training mode, on which transformers' switch depends; dropout stays off.
     """
     if on:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable  # its older name
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )  # its older name
         enable({"use_reentrant": False})
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
@@ -1644,7 +2232,9 @@ def checkpoint_gradients(model, on):
 
 def printable(text):
     """Text of a model with its control characters escaped: it cannot move the cursor or change the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 # The shapes of Qwen2.5, for --model random:NAME: (hidden size, MLP size, layers, heads, key-value heads, tied embeddings).
@@ -1676,8 +2266,12 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
     `dtype` is that of the forward passes: auto takes bfloat16 on a GPU that has it, else float32.
     """
     folder, device = Path(name), torch.device(device)
-    if not folder.exists() and (folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2):  # the hub knows owner/name
-        raise UserError(f"there is no model folder {name}: give one that is there, or a model of the hub as owner/name")
+    if not folder.exists() and (
+        folder.is_absolute() or name.startswith(".") or len(folder.parts) > 2
+    ):  # the hub knows owner/name
+        raise UserError(
+            f"there is no model folder {name}: give one that is there, or a model of the hub as owner/name"
+        )
     if folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise UserError(f"the model folder {name} holds no weights (*.safetensors)")
     try:
@@ -1687,17 +2281,25 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
                 model = random_model(name.removeprefix("random:"), tokenizer)
         else:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=trust_remote_code)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
     except Exception as error:  # whatever the libraries object to in a folder's files
         if out_of_memory(error):
             raise
         raise UserError(f"cannot load the model {name}: {one_line(error, 300)}") from error
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise UserError(f"the tokenizer of {name} has neither a padding nor an end-of-sequence token: name one in its tokenizer_config.json")
+            raise UserError(
+                f"the tokenizer of {name} has neither a padding nor an end-of-sequence token: name one in its tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     has_bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    model.forward_dtype = torch.bfloat16 if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16) else torch.float32
+    model.forward_dtype = (
+        torch.bfloat16
+        if dtype == "bfloat16" or (dtype == "auto" and has_bfloat16)
+        else torch.float32
+    )
     model = model.to(device).eval()
     check_model(model, tokenizer, name)
     return model, tokenizer
@@ -1711,16 +2313,33 @@ def check_model(model, tokenizer, name):
     Gemma, GPT-2 and their like; state-space models, for example, are others.
     """
     try:
-        rollout = sample(model, tokenizer, ["One", "Two and two are"], group_size=2, max_new_tokens=3, temperature=0)
+        rollout = sample(
+            model,
+            tokenizer,
+            ["One", "Two and two are"],
+            group_size=2,
+            max_new_tokens=3,
+            temperature=0,
+        )
         logprobs = score(model, rollout, 1.0, 4096, with_entropy=False).logprobs
         off = []
         for row, mask in enumerate(rollout.mask):
-            prompt, response = rollout.prompt_ids[row][rollout.prompt_mask[row]], rollout.response_ids[row][mask]
+            prompt, response = (
+                rollout.prompt_ids[row][rollout.prompt_mask[row]],
+                rollout.response_ids[row][mask],
+            )
             with mixed_precision(model):
                 logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
             plain = logits.float().log_softmax(-1)
-            off += [(logprobs[row][mask] - plain.gather(-1, response[:, None])[:, 0]).abs(), plain.max(-1).values - logprobs[row][mask]]
-        reason = "" if torch.cat(off).mean() < 0.3 else "other log-probabilities or samples than its own forward pass"  # bfloat16 rounds, by less
+            off += [
+                (logprobs[row][mask] - plain.gather(-1, response[:, None])[:, 0]).abs(),
+                plain.max(-1).values - logprobs[row][mask],
+            ]
+        reason = (
+            ""
+            if torch.cat(off).mean() < 0.3
+            else "other log-probabilities or samples than its own forward pass"
+        )  # bfloat16 rounds, by less
     except UserError:
         raise
     except Exception as error:
@@ -1728,7 +2347,9 @@ def check_model(model, tokenizer, name):
             raise
         reason = f"{type(error).__name__}: {one_line(error, 150)}"
     if reason:
-        raise UserError(f"the model {name} ({type(model).__name__}) does not work with the sampling and scoring of lopti.py ({reason}): choose a model such as Qwen2.5 or Llama")
+        raise UserError(
+            f"the model {name} ({type(model).__name__}) does not work with the sampling and scoring of lopti.py ({reason}): choose a model such as Qwen2.5 or Llama"
+        )
 
 
 def make_reference(policy, args):
@@ -1736,21 +2357,32 @@ def make_reference(policy, args):
     if not args.kl_coef:
         return None
     reference = copy.deepcopy(policy).requires_grad_(False)
-    for parameter in reference.parameters():  # not the buffers: rotary frequencies in bfloat16 would shift far positions
+    for parameter in (
+        reference.parameters()
+    ):  # not the buffers: rotary frequencies in bfloat16 would shift far positions
         parameter.data = parameter.data.to(policy.forward_dtype)
     return reference
 
 
 def make_optimizer(policy, args):
-    return torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay, fused=policy.device.type != "mps")
+    return torch.optim.AdamW(
+        policy.parameters(),
+        lr=args.learning_rate,
+        weight_decay=args.weight_decay,
+        fused=policy.device.type != "mps",
+    )
 
 
 def show_responses(rows, answered, count):
     """Print `count` evaluation prompts, spread over the difficulties, with each response and its reward."""
     for i in range(0, len(rows), max(1, len(rows) // count))[:count]:
-        print(f"\n--- {printable(rows[i]['question'])}\nsolution: {printable(' / '.join(rows[i]['solution'].splitlines()))}")
+        print(
+            f"\n--- {printable(rows[i]['question'])}\nsolution: {printable(' / '.join(rows[i]['solution'].splitlines()))}"
+        )
         for number, (text, reward) in enumerate(answered[i]):
-            print(f"\n[{'greedy' if number == 0 else f'sample {number}'}, reward {reward:g}]\n{printable(text)}")
+            print(
+                f"\n[{'greedy' if number == 0 else f'sample {number}'}, reward {reward:g}]\n{printable(text)}"
+            )
 
 
 def run_command(args):
@@ -1775,12 +2407,20 @@ def run_command(args):
         run.load_checkpoint(policy, optimizer)
     try:
         with run.signals():
-            return train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
+            return train_and_report(
+                policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args
+            )
     except Interrupted:
-        print(f"\nstopped after step {run.step}; continue with: python lopti.py --resume {run.folder}", file=sys.stderr)
+        print(
+            f"\nstopped after step {run.step}; continue with: python lopti.py --resume {run.folder}",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         saved = run.checkpoints()
-        print(f"\nstopped at once; {saved[-1].name if saved else 'the beginning'} is where --resume {run.folder} continues", file=sys.stderr)
+        print(
+            f"\nstopped at once; {saved[-1].name if saved else 'the beginning'} is where --resume {run.folder} continues",
+            file=sys.stderr,
+        )
     return 128 + (run.stop_signal or signal.SIGINT)
 
 
@@ -1791,7 +2431,11 @@ def forward_operations(model, tokens, tokens_with_prompts, times=1):
     counted, and input embeddings are looked up.
     """
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    layers = sum(parameter.numel() for parameter in model.parameters() if parameter is not head and parameter is not embedding)
+    layers = sum(
+        parameter.numel()
+        for parameter in model.parameters()
+        if parameter is not head and parameter is not embedding
+    )
     return 2 * (times * layers * tokens_with_prompts + head.numel() * tokens)
 
 
@@ -1803,22 +2447,54 @@ def benchmark(policy, tokenizer, train_rows, args):
     """
     methods = {"GRPO": replace(args, eta=0.0), "Lopti": replace(args, eta=args.eta or 0.5)}
     parameters = sum(parameter.numel() for parameter in policy.parameters())
-    reference, optimizer = make_reference(policy, args), make_optimizer(policy, replace(args, learning_rate=0.0))
+    reference, optimizer = (
+        make_reference(policy, args),
+        make_optimizer(policy, replace(args, learning_rate=0.0)),
+    )
     with tempfile.TemporaryDirectory() as folder:
         unsaved = {"eval_every": 0, "save_every": 0, "output": folder, "quiet": True}
-        runs = {name: Run(replace(method, name=name, **unsaved)) for name, method in methods.items()}
+        runs = {
+            name: Run(replace(method, name=name, **unsaved)) for name, method in methods.items()
+        }
         for step in range(1, args.benchmark + 2):
             for name, method in methods.items():
                 torch.manual_seed(args.seed + step)
-                train(policy, reference, tokenizer, optimizer, train_rows, [], runs[name], replace(method, steps=step, **unsaved))
-        measured = {name: run.read_lines("metrics.jsonl")[1:] for name, run in runs.items()}  # the first step warms up
+                train(
+                    policy,
+                    reference,
+                    tokenizer,
+                    optimizer,
+                    train_rows,
+                    [],
+                    runs[name],
+                    replace(method, steps=step, **unsaved),
+                )
+        measured = {
+            name: run.read_lines("metrics.jsonl")[1:] for name, run in runs.items()
+        }  # the first step warms up
     results = {}
     for name, steps in measured.items():
-        results[name] = {key: statistics.median(step[key] for step in steps) for key in steps[0] if key.startswith(("seconds/", "rollout/tokens"))}
-        results[name] |= {key: max(step[key] or 0 for step in steps) for key in steps[0] if key.startswith("peak_memory")}
-    passes = {"scoring": 1 + bool(args.kl_coef), "updating": 3}  # a backward pass is two forward passes
-    print(f"\n{args.model} with {parameters / 1e6:,.1f} million parameters on {policy.device} ({policy.forward_dtype}): ", end="")
-    print(f"{args.prompts_per_step} prompts x {args.group_size} responses, median of {args.benchmark} steps after one to warm up\n")
+        results[name] = {
+            key: statistics.median(step[key] for step in steps)
+            for key in steps[0]
+            if key.startswith(("seconds/", "rollout/tokens"))
+        }
+        results[name] |= {
+            key: max(step[key] or 0 for step in steps)
+            for key in steps[0]
+            if key.startswith("peak_memory")
+        }
+    passes = {
+        "scoring": 1 + bool(args.kl_coef),
+        "updating": 3,
+    }  # a backward pass is two forward passes
+    print(
+        f"\n{args.model} with {parameters / 1e6:,.1f} million parameters on {policy.device} ({policy.forward_dtype}): ",
+        end="",
+    )
+    print(
+        f"{args.prompts_per_step} prompts x {args.group_size} responses, median of {args.benchmark} steps after one to warm up\n"
+    )
     print(f"{'method':<8}{'phase':<12}{'seconds':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'peak GiB':>10}")
     for name, found in results.items():
         tokens, whole = found["rollout/tokens"], 0.0
@@ -1826,13 +2502,26 @@ def benchmark(policy, tokenizer, train_rows, args):
             seconds = found[f"seconds/{phase}"]
             whole += seconds
             stages = 2 if name == "Lopti" and phase == "updating" else 1
-            operations = passes.get(phase, 0) * forward_operations(policy, tokens, found["rollout/tokens_with_prompts"], stages)
+            operations = passes.get(phase, 0) * forward_operations(
+                policy, tokens, found["rollout/tokens_with_prompts"], stages
+            )
             speed = f"{operations / seconds / 1e12:.2f}" if operations else ""
-            print(f"{name:<8}{phase:<12}{seconds:>9.3f}{tokens / seconds:>11,.0f}{speed:>9}{found[f'peak_memory_gib/{phase}']:>10.2f}")
-        print(f"{name:<8}{'whole step':<12}{whole:>9.3f}{tokens / whole:>11,.0f}{'':>9}{found['peak_memory_gib']:>10.2f}")
-    ratio = statistics.median(lopti["seconds/updating"] / grpo["seconds/updating"] for grpo, lopti in zip(measured["GRPO"], measured["Lopti"]))
-    print(f"\nLopti's update takes {ratio:.2f} times GRPO's. tokens/s counts response tokens; TFLOP/s counts 2 operations per parameter")
-    print("and token in a forward pass, 4 in a backward pass (the head's on responses only), without padding and recomputation.")
+            print(
+                f"{name:<8}{phase:<12}{seconds:>9.3f}{tokens / seconds:>11,.0f}{speed:>9}{found[f'peak_memory_gib/{phase}']:>10.2f}"
+            )
+        print(
+            f"{name:<8}{'whole step':<12}{whole:>9.3f}{tokens / whole:>11,.0f}{'':>9}{found['peak_memory_gib']:>10.2f}"
+        )
+    ratio = statistics.median(
+        lopti["seconds/updating"] / grpo["seconds/updating"]
+        for grpo, lopti in zip(measured["GRPO"], measured["Lopti"])
+    )
+    print(
+        f"\nLopti's update takes {ratio:.2f} times GRPO's. tokens/s counts response tokens; TFLOP/s counts 2 operations per parameter"
+    )
+    print(
+        "and token in a forward pass, 4 in a backward pass (the head's on responses only), without padding and recomputation."
+    )
     return 0
 
 
@@ -1842,13 +2531,19 @@ def comparable_tables(evaluations):
     def made(table):
         return {difficulty: (row["prompts"], set(row)) for difficulty, row in table.items()}
 
-    return {row["step"]: row["table"] for row in evaluations if made(row["table"]) == made(evaluations[-1]["table"])}
+    return {
+        row["step"]: row["table"]
+        for row in evaluations
+        if made(row["table"]) == made(evaluations[-1]["table"])
+    }
 
 
 def train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
     """Evaluate, train, evaluate, save, and print the table."""
     started, first_step = time.time(), run.step + 1
-    print(f"{method_name(args)} on {policy.device}, steps {first_step} to {args.steps}, run folder {run.folder}")
+    print(
+        f"{method_name(args)} on {policy.device}, steps {first_step} to {args.steps}, run folder {run.folder}"
+    )
     done = {row["step"] for row in run.read_lines("evaluations.jsonl")}
     if run.step == 0 and 0 not in done:
         run.write_evaluation(0, evaluate(policy, tokenizer, eval_rows, args)[0])
@@ -1861,19 +2556,33 @@ def train_and_report(policy, reference, tokenizer, optimizer, train_rows, eval_r
         tokenizer.save_pretrained(folder)
     tables = comparable_tables(run.read_lines("evaluations.jsonl"))
     shown = {"before": tables[0]} if 0 in tables else {}
-    print(f"\nAccuracy on held-out prompts, before and after {args.steps} steps of {method_name(args)}, with 95 % intervals\n")
-    print(evaluation_table({**shown, "after": tables[args.steps]}, TASKS[args.task].difficulty_name))
-    accuracy = {step: statistics.mean(row["greedy"][0] for row in table.values()) for step, table in tables.items() if step}
+    print(
+        f"\nAccuracy on held-out prompts, before and after {args.steps} steps of {method_name(args)}, with 95 % intervals\n"
+    )
+    print(
+        evaluation_table({**shown, "after": tables[args.steps]}, TASKS[args.task].difficulty_name)
+    )
+    accuracy = {
+        step: statistics.mean(row["greedy"][0] for row in table.values())
+        for step, table in tables.items()
+        if step
+    }
     best = max(accuracy, key=accuracy.get)
     if accuracy[best] > accuracy[args.steps]:
         print(f"\nBest mean greedy accuracy: {accuracy[best]:.2f} after step {best}")
-    print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds the metrics, samples and the trained model (final/).")
+    print(
+        f"\n{time.time() - started:.0f} s in all. {run.folder} holds the metrics, samples and the trained model (final/)."
+    )
     return 0
 
 
 def out_of_memory(error):
     """Whether an exception says that memory ran out: a GPU's has a type of its own, the CPU's is told by its words."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "not enough memory" in str(error) or "can't allocate memory" in str(error)
+    return (
+        isinstance(error, (torch.OutOfMemoryError, MemoryError))
+        or "not enough memory" in str(error)
+        or "can't allocate memory" in str(error)
+    )
 
 
 def main(argv=None):

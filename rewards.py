@@ -56,7 +56,9 @@ def kk_reward(completions, solution, **columns):
     for row, (completion, prompt, truth) in enumerate(zip(completions, prompts, solution)):
         roles = names_and_roles(truth)
         if not roles:
-            raise ValueError(f"row {row} of `solution` names nobody: {truth!r}; want lines like '(1) Zoey is a knight'")
+            raise ValueError(
+                f"row {row} of `solution` names nobody: {truth!r}; want lines like '(1) Zoey is a knight'"
+            )
         opened = (message_text(prompt) or "").rstrip().endswith("<think>")
         rewards.append(score_puzzle(message_text(completion), roles, opened))
     return rewards
@@ -86,14 +88,19 @@ def answer_text(text, think_is_open=True):
     if any(text.count(tag) != 1 for tag in TAGS):
         return None
     positions = [text.index(tag) for tag in TAGS]
-    return text[positions[2] + len(TAGS[2]) : positions[3]] if positions == sorted(positions) else None
+    return (
+        text[positions[2] + len(TAGS[2]) : positions[3]] if positions == sorted(positions) else None
+    )
 
 
 def names_and_roles(solution):
     """Read a solution text, for example {"Zoey": "knight", "Oliver": "knave"}; empty if it names nobody."""
     if not isinstance(solution, str):
         return {}
-    return {name: role.lower() for name, role in re.findall(r"(\w[\w'-]*) is an? (knight|knave)\b", solution, re.I)}
+    return {
+        name: role.lower()
+        for name, role in re.findall(r"(\w[\w'-]*) is an? (knight|knave)\b", solution, re.I)
+    }
 
 
 def parse_roles(text, names):
@@ -109,7 +116,9 @@ def parse_roles(text, names):
         return None
     roles = {}
     for name in names:
-        match = re.search(rf"\b{re.escape(name)}\b\s+is\s+a\s+(knight|knave)\b", text, re.IGNORECASE)
+        match = re.search(
+            rf"\b{re.escape(name)}\b\s+is\s+a\s+(knight|knave)\b", text, re.IGNORECASE
+        )
         if match is None:
             return None
         roles[name] = match.group(1).lower()
@@ -137,7 +146,10 @@ def math_reward(completions, solution, **columns):
     """
     check_lengths(completions, solution, "solution")
     boxed = [extract_boxed(message_text(completion) or "") for completion in completions]
-    return [float(ours is not None and answers_match(ours, str(truth))) for ours, truth in zip(boxed, solution)]
+    return [
+        float(ours is not None and answers_match(ours, str(truth)))
+        for ours, truth in zip(boxed, solution)
+    ]
 
 
 def extract_boxed(text):
@@ -152,7 +164,9 @@ def extract_boxed(text):
     if opening is None or opening.group(1):  # \boxed 5 has no braces
         return opening and opening.group(1)
     depth = 1
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening.end()):  # \{ and \} do not nest
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
+        text, opening.end()
+    ):  # \{ and \} do not nest
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
             return text[opening.end() : brace.start()]
@@ -178,7 +192,11 @@ def readings(text):
     Inside brackets a comma separates: (1,200) is a point or an interval. 1{,}200 and 1,\!200 are always one number.
     """
     text = re.sub(r"(?<=[0-9])(?:\{,\}|,?\\[!,;: ])(?=[0-9]{3}(?![0-9]))", "", text)
-    joined = text if re.search(r"[(\[]|\\\{", text) else THOUSANDS.sub(lambda m: re.sub("[, ]", "", m.group()), text)
+    joined = (
+        text
+        if re.search(r"[(\[]|\\\{", text)
+        else THOUSANDS.sub(lambda m: re.sub("[, ]", "", m.group()), text)
+    )
     return [tokenize(reading) for reading in dict.fromkeys([joined, text])]
 
 
@@ -192,7 +210,10 @@ def same_reading(predicted, expected):
             if not (ours.has_variables or theirs.has_variables):
                 break  # the other points would repeat this one
         return True
-    except (ValueError, ArithmeticError):  # not an expression, a division by zero, or numbers too large
+    except (
+        ValueError,
+        ArithmeticError,
+    ):  # not an expression, a division by zero, or numbers too large
         return bool(predicted) and plain_text(predicted) == plain_text(expected)
 
 
@@ -216,8 +237,13 @@ TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 # Signs that do not change which number is meant. By the convention of the paper's grader 20\% counts as 20.
-IGNORED = set(r"\left \right \big \Big \bigl \bigr \Bigl \Bigr \, \; \: \! \quad \qquad \displaystyle \( \)".split())
-IGNORED |= set(r"~ $ \$ % \% ° \degree \circ \mathbf \boldsymbol \mathbb \mathcal € £".split()) | {"\\ ", "\\\n"}
+IGNORED = set(
+    r"\left \right \big \Big \bigl \bigr \Bigl \Bigr \, \; \: \! \quad \qquad \displaystyle \( \)".split()
+)
+IGNORED |= set(r"~ $ \$ % \% ° \degree \circ \mathbf \boldsymbol \mathbb \mathcal € £".split()) | {
+    "\\ ",
+    "\\\n",
+}
 SYNONYMS = dict(
     pair.split(":")
     for pair in r"""\dfrac:\frac \tfrac:\frac \cfrac:\frac sqrt:\sqrt √:\sqrt sin:\sin cos:\cos tan:\tan ln:\ln log:\log
@@ -234,7 +260,9 @@ def tokenize(text):
     ['x', '=', '\\frac', '{', '1', '}', '{', '2', '}', 'text:cm']
     """
     text = text.strip().rstrip(".,;")
-    text = re.sub(r"(\\[dtc]?frac)\s*([0-9])\s*(?=[0-9{\\])", r"\1{\2}", text)  # \frac12 is one half, not twelve
+    text = re.sub(
+        r"(\\[dtc]?frac)\s*([0-9])\s*(?=[0-9{\\])", r"\1{\2}", text
+    )  # \frac12 is one half, not twelve
     text = re.sub(r"(\\[dtc]?frac\s*\{[^{}]*\})\s*([0-9])", r"\1{\2}", text)
     tokens = []
     for token in TOKEN.findall(text):
@@ -243,9 +271,13 @@ def tokenize(text):
             continue
         if token.startswith((r"\begin", r"\end")):
             token = re.match(r"\\[a-z]+", token).group()
-        elif token[0] == "\\" and token[-1] in "}0123456789" and len(token) > 2:  # \text{...} and perhaps a power
+        elif (
+            token[0] == "\\" and token[-1] in "}0123456789" and len(token) > 2
+        ):  # \text{...} and perhaps a power
             content = token[token.index("{") + 1 : token.index("}")].strip(" .,;~")
-            if not tokens and re.fullmatch(r"[-A-Z0-9,.() ]+", content):  # \text{(D)}, \text{A,B}: choices
+            if not tokens and re.fullmatch(
+                r"[-A-Z0-9,.() ]+", content
+            ):  # \text{(D)}, \text{A,B}: choices
                 tokens += TOKEN.findall(content)
                 continue
             token = SYNONYMS.get(content, "text:" + content.lower()) if content else ","
@@ -277,7 +309,9 @@ def same_value(a, b):
     """Compare two results of `Evaluator.answer`, each a number, a Group or an Equation."""
     if isinstance(a, Equation) and isinstance(b, Equation) and None not in (a.balance, b.balance):
         return same_value(a.balance, b.balance)
-    a, b = (side.value if isinstance(side, Equation) else side for side in (a, b))  # x = 5 matches 5
+    a, b = (
+        side.value if isinstance(side, Equation) else side for side in (a, b)
+    )  # x = 5 matches 5
     if isinstance(a, Group) and isinstance(b, Group):
         if (a.opening, a.closing, len(a.items)) != (b.opening, b.closing, len(b.items)):
             return False
@@ -301,7 +335,10 @@ def number(value):
     """Return a value that arithmetic may use; exact fractions only up to a reasonable size."""
     if isinstance(value, (Group, Equation)):
         raise ValueError("not a number")
-    if isinstance(value, Fraction) and max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
+    if (
+        isinstance(value, Fraction)
+        and max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS
+    ):
         return float(value)
     return value
 
@@ -323,8 +360,15 @@ def power(base, exponent):
 
 
 def root(value, degree):
-    if isinstance(number(value), complex) or value >= 0 or isinstance(degree, complex) or degree % 2 != 1:
-        return power(complex(value) if not isinstance(value, complex) and value < 0 else value, 1 / degree)
+    if (
+        isinstance(number(value), complex)
+        or value >= 0
+        or isinstance(degree, complex)
+        or degree % 2 != 1
+    ):
+        return power(
+            complex(value) if not isinstance(value, complex) and value < 0 else value, 1 / degree
+        )
     return -power(-value, 1 / degree)  # the real cube root of -8, not the principal one
 
 
@@ -340,10 +384,24 @@ FUNCTIONS = {
     r"\cot": lambda x: 1 / cmath.tan(x), r"\sec": lambda x: 1 / cmath.cos(x), r"\csc": lambda x: 1 / cmath.sin(x),
 }  # fmt: skip
 CONSTANTS = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 FLIPPED = {">": "<", ">=": "<=", "<": ">", "<=": ">=", "=": "=", "!=": "!="}  # keys: all relations
-CLOSING = {"(": (")", "]"), "[": (")", "]"), r"\{": (r"\}",), "{": ("}",), r"\langle": (r"\rangle",)}
-NAME = re.compile(r"(?!\\pi|\\infty|[ei]$)(?:\\[A-Za-z]+|[A-Za-z]|text:.*)(?:_\w+)?(?:\([A-Za-z]\))?")
+CLOSING = {
+    "(": (")", "]"),
+    "[": (")", "]"),
+    r"\{": (r"\}",),
+    "{": ("}",),
+    r"\langle": (r"\rangle",),
+}
+NAME = re.compile(
+    r"(?!\\pi|\\infty|[ei]$)(?:\\[A-Za-z]+|[A-Za-z]|text:.*)(?:_\w+)?(?:\([A-Za-z]\))?"
+)
 ENDS = ("", r"\}", r"\cup", r"\rangle", r"\\", r"\end")
 
 
@@ -357,7 +415,11 @@ class Evaluator:
     """
 
     def __init__(self, tokens, point, sign=1):
-        self.tokens, self.point, self.sign = tokens + [""], point, sign  # "" is the end; sign is what ± stands for
+        self.tokens, self.point, self.sign = (
+            tokens + [""],
+            point,
+            sign,
+        )  # "" is the end; sign is what ± stands for
         self.position = self.depth = 0
         self.has_variables = self.has_signs = self.inside_bars = False
 
@@ -424,7 +486,9 @@ class Evaluator:
         value = self.factor()
         while True:
             last, token = self.tokens[self.position - 1], self.tokens[self.position]
-            if token.startswith("text:"):  # a unit, without effect unless it is a word such as million
+            if token.startswith(
+                "text:"
+            ):  # a unit, without effect unless it is a word such as million
                 words = self.take().removeprefix("text:")
                 if re.sub("[^a-z]", "", words) in ("am", "pm"):
                     raise ValueError("a time of day, not a number")
@@ -526,7 +590,11 @@ class Evaluator:
         exponent = self.factor() if self.skip("^") else 1
         is_bracket = self.next_is("(", "{")
         argument = number(self.primary() if is_bracket else self.factor())
-        while not is_bracket and self.starts_factor(self.tokens[self.position]) and not self.next_is(*FUNCTIONS):
+        while (
+            not is_bracket
+            and self.starts_factor(self.tokens[self.position])
+            and not self.next_is(*FUNCTIONS)
+        ):
             argument = number(argument * number(self.factor()))
         value = FUNCTIONS[name](argument) if base is None else cmath.log(argument) / cmath.log(base)
         return power(value, exponent)

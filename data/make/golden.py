@@ -1,6 +1,6 @@
 """Reference numbers for whoever ports lopti to another language or framework.
 
-    python data/golden.py                 # writes data/golden.json again, byte for byte
+    python data/make/golden.py                 # writes data/golden.json again, byte for byte
 
 Everything is computed here with plain Python floats (float64), one token at a time, straight from the equations:
 no torch, and nothing of lopti.py, which is checked against these numbers by the tests. Each case of golden.json
@@ -37,7 +37,9 @@ def clamp(value, low, high):
 def token_terms(new, old, ref, advantage, case):
     """(policy loss, KL, which clip cut the gradient off, derivative by new) of one token, undivided."""
     ratio = math.exp(new - old)
-    surrogate = min(ratio * advantage, clamp(ratio, 1 - case["clip_low"], 1 + case["clip_high"]) * advantage)
+    surrogate = min(
+        ratio * advantage, clamp(ratio, 1 - case["clip_low"], 1 + case["clip_high"]) * advantage
+    )
     loss, clipped = -surrogate, None
     if advantage > 0 and ratio > 1 + case["clip_high"]:
         clipped = "high"
@@ -61,7 +63,9 @@ def solve(case):
     for start in range(0, len(case["rewards"]), size):
         group = case["rewards"][start : start + size]
         equal = all(reward == group[0] for reward in group)
-        advantages += [0.0 if equal else (reward - mean(group)) / (stdev(group) + 1e-6) for reward in group]
+        advantages += [
+            0.0 if equal else (reward - mean(group)) / (stdev(group) + 1e-6) for reward in group
+        ]
     rows = range(len(case["rewards"]))
     width = len(case["old_logprobs"][0])
     reweighted = [[0.0] * width for _ in rows]
@@ -72,14 +76,20 @@ def solve(case):
             reweighted[i][t] = (case["alpha"] * probability + 1 - case["alpha"]) * advantages[i]
             low[i][t] = probability < case["eta"]
     updates, total = {}, sum(case["lengths"])
-    for name, wanted in (("joint", (True, False)), ("low_stage", (True,)), ("high_stage", (False,))):
+    for name, wanted in (
+        ("joint", (True, False)),
+        ("low_stage", (True,)),
+        ("high_stage", (False,)),
+    ):
         sums = {"policy_loss": 0.0, "kl": 0.0, "low": 0, "high": 0, "dual": 0}
         gradient = [[0.0] * width for _ in rows]
         for i in rows:
             for t in range(case["lengths"][i]):
                 if low[i][t] not in wanted:
                     continue
-                new, old, ref = (case[key][i][t] for key in ("new_logprobs", "old_logprobs", "ref_logprobs"))
+                new, old, ref = (
+                    case[key][i][t] for key in ("new_logprobs", "old_logprobs", "ref_logprobs")
+                )
                 loss, kl, clipped, derivative = token_terms(new, old, ref, reweighted[i][t], case)
                 sums["policy_loss"] += loss
                 sums["kl"] += kl
@@ -95,7 +105,13 @@ def solve(case):
             "clip_dual_share": sums["dual"] / total,
             "gradient": gradient,
         }
-    return {**case, "advantages": advantages, "reweighted_advantages": reweighted, "low": low, **updates}
+    return {
+        **case,
+        "advantages": advantages,
+        "reweighted_advantages": reweighted,
+        "low": low,
+        **updates,
+    }
 
 
 def log_softmax(logits):
@@ -119,7 +135,9 @@ def solve_treatments(case):
     width = len(case["ids"][0])
 
     def table(values, empty=0.0):
-        return [[values.get((i, t), empty) for t in range(width)] for i in range(len(case["lengths"]))]
+        return [
+            [values.get((i, t), empty) for t in range(width)] for i in range(len(case["lengths"]))
+        ]
 
     spread = [case["rewards"][i] for i, _ in tokens]
     center, scale = mean(spread), math.sqrt(stdev(spread) ** 2 + 1e-8)
@@ -134,7 +152,11 @@ def solve_treatments(case):
         safe[i, t] = inside[chosen]
         safe_logprobs[i, t] = renormalised[sum(inside[:chosen])] if inside[chosen] else 0.0
         safe_entropies[i, t] = -sum(math.exp(x) * x for x in renormalised)
-    spurious = [(i, t) for i, t in tokens if case["advantages"][i] > 0 and math.exp(logprobs[i, t]) < case["stapo_tau"]]
+    spurious = [
+        (i, t)
+        for i, t in tokens
+        if case["advantages"][i] > 0 and math.exp(logprobs[i, t]) < case["stapo_tau"]
+    ]
     if spurious:
         tau_h = quantile([entropies[token] for token in spurious], case["stapo_quantile"])
         spurious = [token for token in spurious if entropies[token] < tau_h]
@@ -152,7 +174,8 @@ def solve_treatments(case):
         "stapo_kept": table(stapo_kept, False),
         "top_kept": table({token: token in top for token in tokens}, False),
         "bottom_kept": table({token: token not in top for token in tokens}, False),
-        "stapo_loss": sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t]) / sum(stapo_kept.values()),
+        "stapo_loss": sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
+        / sum(stapo_kept.values()),
     }
 
 
@@ -162,7 +185,10 @@ def random_treatment_case(rng):
         "rewards": [3.0] + [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows - 2)] + [-1.0],
         "lengths": [rng.randint(2, width) for _ in range(rows)],
         "advantages": [rng.choice((1.0, 0.7, -0.4)) for _ in range(rows)],
-        "logits": [[[round(rng.gauss(0, 2.5), 6) for _ in range(vocabulary)] for _ in range(width)] for _ in range(rows)],
+        "logits": [
+            [[round(rng.gauss(0, 2.5), 6) for _ in range(vocabulary)] for _ in range(width)]
+            for _ in range(rows)
+        ],
         "ids": [[rng.randrange(vocabulary) for _ in range(width)] for _ in range(rows)],
         "temperature": rng.choice((1.0, 0.7)),
         "min_p": rng.choice((0.02, 0.1, 0.3)),
@@ -180,7 +206,10 @@ def random_case(rng, number):
         0: {"alpha": 0.0, "eta": 0.0, "kl_coef": 0.0},  # plain GRPO
         1: {"alpha": 1.0, "eta": 0.5},
         2: {"alpha": 0.3, "eta": 1.0},
-        3: {"alpha": 0.3, "eta": 0.5},  # the paper's K&K setting, with ratios far enough off for every clip
+        3: {
+            "alpha": 0.3,
+            "eta": 0.5,
+        },  # the paper's K&K setting, with ratios far enough off for every clip
     }.get(number, {})
     case = {
         "group_size": size,
@@ -195,11 +224,21 @@ def random_case(rng, number):
     } | corner  # fmt: skip
     if number % 5 == 4:
         case["rewards"][:size] = [0.1] * size  # a group whose rewards are all equal
-    old = [[round(math.log(rng.random() ** rng.choice((0.2, 1, 4)) * 0.999 + 1e-6), 6) for _ in range(width)] for _ in range(rows)]
+    old = [
+        [
+            round(math.log(rng.random() ** rng.choice((0.2, 1, 4)) * 0.999 + 1e-6), 6)
+            for _ in range(width)
+        ]
+        for _ in range(rows)
+    ]
     old[0][0] = math.log(0.5)  # exactly at η = 0.5: belongs to the high group
     case["old_logprobs"] = old
-    case["new_logprobs"] = [[round(min(-1e-6, x + rng.gauss(0, drift)), 6) for x in row] for row in old]
-    case["ref_logprobs"] = [[round(min(-1e-6, x + rng.gauss(0, 2 * drift)), 6) for x in row] for row in old]
+    case["new_logprobs"] = [
+        [round(min(-1e-6, x + rng.gauss(0, drift)), 6) for x in row] for row in old
+    ]
+    case["ref_logprobs"] = [
+        [round(min(-1e-6, x + rng.gauss(0, 2 * drift)), 6) for x in row] for row in old
+    ]
     return case
 
 
@@ -207,11 +246,19 @@ def main():
     rng = random.Random(0)
     cases = [solve(random_case(rng, number)) for number in range(24)]
     treatments = [solve_treatments(random_treatment_case(rng)) for _ in range(12)]
-    note = "Numbers in float64 for checking a port of lopti; see data/golden.py for what each field means."
-    path = Path(__file__).resolve().parent / "golden.json"
-    path.write_text(json.dumps({"note": note, "cases": cases, "treatments": treatments}) + "\n", encoding="utf-8")
-    clipped = {name: sum(case["joint"][f"clip_{name}_share"] > 0 for case in cases) for name in ("low", "high", "dual")}
-    print(f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; {len(treatments)} of the later methods")
+    note = "Numbers in float64 for checking a port of lopti; see data/make/golden.py for what each field means."
+    path = Path(__file__).resolve().parent.parent / "golden.json"
+    path.write_text(
+        json.dumps({"note": note, "cases": cases, "treatments": treatments}) + "\n",
+        encoding="utf-8",
+    )
+    clipped = {
+        name: sum(case["joint"][f"clip_{name}_share"] > 0 for case in cases)
+        for name in ("low", "high", "dual")
+    }
+    print(
+        f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; {len(treatments)} of the later methods"
+    )
 
 
 if __name__ == "__main__":

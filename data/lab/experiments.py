@@ -1,10 +1,10 @@
-"""Run the laboratory: the experiments behind the README's tables and the notebook. data/results/DESIGN.md says why.
+"""Run the laboratory: the experiments behind the README's tables and the notebook. data/lab/results/DESIGN.md says why.
 
-    python data/experiments.py --jobs 2          # run what is not done yet, two at a time; stop and start as you like
-    python data/experiments.py --table           # print what is there so far
-    python data/experiments.py --list            # print the commands, run nothing
+    python data/lab/experiments.py --jobs 2          # run what is not done yet, two at a time; stop and start as you like
+    python data/lab/experiments.py --table           # print what is there so far
+    python data/lab/experiments.py --list            # print the commands, run nothing
 
-Each run is a `python lopti.py` command in a process of its own. Its line is appended to data/results/runs.jsonl when it
+Each run is a `python lopti.py` command in a process of its own. Its line is appended to data/lab/results/runs.jsonl when it
 is done: settings, seed, every step's metrics and every evaluation. The same command goes on where it was stopped, with
 runs that are in the file left out and unfinished ones resumed.
 """
@@ -26,6 +26,7 @@ from pathlib import Path
 from plot import read_lines, running_mean
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
 RESULTS = HERE / "results" / "runs.jsonl"
 
 # Name in tables -> flags; everything else, the clip and β too, is the same for all.
@@ -53,7 +54,10 @@ CONTROLS = {  # what the paper does not show: is it the number of optimizer step
 }
 SWEEPS = {f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.2, 0.5, 0.7, 1)}
 SWEEPS |= {f"Lopti η = {eta}": f"--eta {eta}" for eta in (0.1, 0.3, 0.7, 0.9)}
-LONG = {f"{name}, long": f"{PRIMARY[name]} --steps 120 --eval-from 116".strip() for name in ("GRPO", "Lopti", "reversed Lopti")}
+LONG = {
+    f"{name}, long": f"{PRIMARY[name]} --steps 120 --eval-from 116".strip()
+    for name in ("GRPO", "Lopti", "reversed Lopti")
+}
 AFTERWARDS = {  # added after the first runs, to explain them
     "low only": "--eta 0.5 --update-only low",
     "Lopti, lr × 0.5": "--eta 0.5 --learning-rate 5e-5",
@@ -109,23 +113,44 @@ def command_of(run, method, seed, work):
         return folder, [*run, "--resume", str(folder), "--quiet"]
     held_out = work / ("math_test.jsonl" if method in ARITHMETIC else "kk_test.jsonl")
     flags = [*shlex.split(SETTINGS), "--eval-data", str(held_out), *shlex.split(METHODS[method])]
-    return folder, [*run, *flags, "--seed", str(seed), "--output", str(work), "--name", name, "--quiet"]
+    return folder, [
+        *run,
+        *flags,
+        "--seed",
+        str(seed),
+        "--output",
+        str(work),
+        "--name",
+        name,
+        "--quiet",
+    ]
 
 
 def do(method, seed, work, threads):
     """One run, from its command to its line in the results."""
-    folder, command = command_of([sys.executable, str(HERE.parent / "lopti.py")], method, seed, work)
+    folder, command = command_of([sys.executable, str(ROOT / "lopti.py")], method, seed, work)
     if folder.exists() and "--resume" not in command:
         shutil.rmtree(folder)  # it was stopped before there was anything to go on from
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     if finished.returncode:
-        print(f"{method}, seed {seed}: stopped with {finished.returncode}\n{finished.stderr[-500:]}", flush=True)
+        print(
+            f"{method}, seed {seed}: stopped with {finished.returncode}\n{finished.stderr[-500:]}",
+            flush=True,
+        )
         return
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8").replace(f"{HERE.parent}/", ""))  # no paths of this machine
-    config = {key: value for key, value in config.items() if key not in ("name", "output", "resume", "quiet")}
+    config = json.loads(
+        (folder / "config.json").read_text(encoding="utf-8").replace(f"{ROOT}/", "")
+    )  # no paths of this machine
+    config = {
+        key: value
+        for key, value in config.items()
+        if key not in ("name", "output", "resume", "quiet")
+    }
     rows = read_lines(folder / "metrics.jsonl")
-    metrics = {key: [float(f"{row.get(key) or 0:.4g}") for row in rows] for key in KEPT if key in rows[0]}
+    metrics = {
+        key: [float(f"{row.get(key) or 0:.4g}") for row in rows] for key in KEPT if key in rows[0]
+    }
     line = {"method": method, "seed": seed, "flags": METHODS[method], "threads": threads, "config": config,
             "evaluations": read_lines(folder / "evaluations.jsonl"), "metrics": metrics}  # fmt: skip
     with open(RESULTS, "a", encoding="utf-8") as stream:
@@ -144,12 +169,26 @@ def accuracy(line, measure="avg@1", size="mean", before=False):
     return statistics.mean(table[size][measure][0] for table in tables for size in sizes)
 
 
-T_QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}  # of Student's t at 97.5 %, by the number of values
+T_QUANTILES = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+    6: 2.571,
+    7: 2.447,
+    8: 2.365,
+    9: 2.306,
+    10: 2.262,
+}  # of Student's t at 97.5 %, by the number of values
 
 
 def mean_and_interval(values):
     """(mean, half of its 95 % interval by Student's t); the half is None for fewer than 2 values."""
-    half = T_QUANTILES[len(values)] * statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    half = (
+        T_QUANTILES[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+        if len(values) > 1
+        else None
+    )
     return statistics.mean(values), half
 
 
@@ -160,17 +199,26 @@ def by_seed(lines, method):
 def differences(lines, method, baseline="GRPO", **what):
     """`accuracy` minus that of the baseline with the same seed (hence the same prompts), for every seed that has both."""
     ours, theirs = by_seed(lines, method), by_seed(lines, baseline)
-    return [accuracy(ours[seed], **what) - accuracy(theirs[seed], **what) for seed in sorted(ours) if seed in theirs]
+    return [
+        accuracy(ours[seed], **what) - accuracy(theirs[seed], **what)
+        for seed in sorted(ours)
+        if seed in theirs
+    ]
 
 
 def difference_to_all(lines, method):
     """(mean, half of the 95 % interval) of the difference between a method's runs and all of GRPO's, those with further seeds
     too: not within seeds, hence by Welch's standard error, with the degrees of freedom of the smaller of the two."""
-    groups = [[accuracy(line) for line in lines if line["method"] in names] for names in ((method,), ("GRPO", *OTHER_SEEDS))]
+    groups = [
+        [accuracy(line) for line in lines if line["method"] in names]
+        for names in ((method,), ("GRPO", *OTHER_SEEDS))
+    ]
     mean, fewest = statistics.mean(groups[0]) - statistics.mean(groups[1]), min(map(len, groups))
     if fewest < 2:
         return mean, None
-    return mean, T_QUANTILES[fewest] * math.sqrt(sum(statistics.variance(group) / len(group) for group in groups))
+    return mean, T_QUANTILES[fewest] * math.sqrt(
+        sum(statistics.variance(group) / len(group) for group in groups)
+    )
 
 
 def verdict(mean, half):
@@ -202,19 +250,48 @@ CLAIMS = [  # (what a paper says, method, compared with, +1: more accurate or -1
     ("α = 1 is worse than α = 0.3", "AR α = 1", "AR", -1),
     ("η = 0.9 is worse than η = 0.5", "Lopti η = 0.9", "Lopti", -1),
     ("five times as long: Lopti beats GRPO", "Lopti, long", "GRPO, long", 1),
-    ("five times as long: the reversed order is worse than GRPO", "reversed Lopti, long", "GRPO, long", -1),
-    ("five times as long: the reversed order is worse than Lopti", "reversed Lopti, long", "Lopti, long", -1),
+    (
+        "five times as long: the reversed order is worse than GRPO",
+        "reversed Lopti, long",
+        "GRPO, long",
+        -1,
+    ),
+    (
+        "five times as long: the reversed order is worse than Lopti",
+        "reversed Lopti, long",
+        "Lopti, long",
+        -1,
+    ),
     ("arithmetic: AR beats GRPO", "AR α = 0.1, arithmetic", "GRPO, arithmetic", 1),
     ("arithmetic: Lopti beats GRPO", "Lopti, arithmetic", "GRPO, arithmetic", 1),
-    ("arithmetic: AR + Lopti beats AR (paper: no)", "AR + Lopti, arithmetic", "AR α = 0.1, arithmetic", 1),
-    ("arithmetic: AR + Lopti beats Lopti (paper: no)", "AR + Lopti, arithmetic", "Lopti, arithmetic", 1),
+    (
+        "arithmetic: AR + Lopti beats AR (paper: no)",
+        "AR + Lopti, arithmetic",
+        "AR α = 0.1, arithmetic",
+        1,
+    ),
+    (
+        "arithmetic: AR + Lopti beats Lopti (paper: no)",
+        "AR + Lopti, arithmetic",
+        "Lopti, arithmetic",
+        1,
+    ),
 ]
 
 
 def claims(lines):
     """The head and a row for each claim that there are runs for: how large, how sure, and what follows; and the same against
     all runs of GRPO."""
-    found = [("claim", "difference in sampled accuracy", "95 % interval", "seeds", "verdict", "against GRPO's runs with ten seeds")]
+    found = [
+        (
+            "claim",
+            "difference in sampled accuracy",
+            "95 % interval",
+            "seeds",
+            "verdict",
+            "against GRPO's runs with ten seeds",
+        )
+    ]
     for claim, method, baseline, sign in CLAIMS:
         if values := differences(lines, method, baseline):
             mean, half = mean_and_interval(values)
@@ -222,8 +299,21 @@ def claims(lines):
             wider = ""
             if baseline == "GRPO":
                 to_all, margin = difference_to_all(lines, method)
-                wider = f"{to_all:+.3f}" + (f" ± {margin:.3f} {verdict(sign * to_all, margin)}" if margin is not None else "")
-            found.append((claim, f"{mean:+.3f}", interval, f"{len(values)}", verdict(sign * mean, half), wider))
+                wider = f"{to_all:+.3f}" + (
+                    f" ± {margin:.3f} {verdict(sign * to_all, margin)}"
+                    if margin is not None
+                    else ""
+                )
+            found.append(
+                (
+                    claim,
+                    f"{mean:+.3f}",
+                    interval,
+                    f"{len(values)}",
+                    verdict(sign * mean, half),
+                    wider,
+                )
+            )
     return found
 
 
@@ -247,7 +337,9 @@ def number_and_interval(values, sign=""):
 
 def baseline_of(method):
     """The plain GRPO of the same task and length."""
-    return "GRPO, arithmetic" if method in ARITHMETIC else "GRPO, long" if method in LONG else "GRPO"
+    return (
+        "GRPO, arithmetic" if method in ARITHMETIC else "GRPO, long" if method in LONG else "GRPO"
+    )
 
 
 def before_training(lines, methods):
@@ -261,29 +353,85 @@ def accuracies(lines, methods=PUZZLES, sizes=SIZES):
     (runs of 120 steps over GRPO's of 120). `sizes`: heading -> name in the evaluations."""
     first, sizes = before_training(lines, methods), {**sizes, "mean": "mean"}  # heading -> name
     found = [("sampled accuracy", "seeds", *sizes, "against GRPO, same seeds", "relative")]
-    found += [("before training", f"{len(first)}", *(number_and_interval([accuracy(run, size=size, before=True) for run in first]) for size in sizes.values()), "", "")]
+    found += [
+        (
+            "before training",
+            f"{len(first)}",
+            *(
+                number_and_interval([accuracy(run, size=size, before=True) for run in first])
+                for size in sizes.values()
+            ),
+            "",
+            "",
+        )
+    ]
     for method in methods:
         if runs := list(by_seed(lines, method).values()):
-            row = [method, f"{len(runs)}", *(number_and_interval([accuracy(run, size=size) for run in runs]) for size in sizes.values())]
+            row = [
+                method,
+                f"{len(runs)}",
+                *(
+                    number_and_interval([accuracy(run, size=size) for run in runs])
+                    for size in sizes.values()
+                ),
+            ]
             baseline = baseline_of(method)
             if method != baseline and (compared := differences(lines, method, baseline)):
-                theirs = statistics.mean(accuracy(run) for seed, run in by_seed(lines, baseline).items() if seed in by_seed(lines, method))
-                row += [number_and_interval(compared, "+"), f"{statistics.mean(compared) / theirs:+.1%}"]
+                theirs = statistics.mean(
+                    accuracy(run)
+                    for seed, run in by_seed(lines, baseline).items()
+                    if seed in by_seed(lines, method)
+                )
+                row += [
+                    number_and_interval(compared, "+"),
+                    f"{statistics.mean(compared) / theirs:+.1%}",
+                ]
             found.append((*row, *[""] * (len(found[0]) - len(row))))
     return found
 
 
 def endings(lines, methods=PUZZLES):
     """The head and a row for each method: greedy accuracy, the last three training steps, and what it cost."""
-    found = [("how it ended", "greedy accuracy", "length", "entropy", "masked tokens", "seconds a step", "collapsed")]
-    found += [("before training", f"{accuracy(before_training(lines, methods)[0], 'greedy', before=True):.3f}", *[""] * 5)]
+    found = [
+        (
+            "how it ended",
+            "greedy accuracy",
+            "length",
+            "entropy",
+            "masked tokens",
+            "seconds a step",
+            "collapsed",
+        )
+    ]
+    found += [
+        (
+            "before training",
+            f"{accuracy(before_training(lines, methods)[0], 'greedy', before=True):.3f}",
+            *[""] * 5,
+        )
+    ]
     for method in methods:
         if runs := list(by_seed(lines, method).values()):
-            length, entropy = (statistics.mean(value for run in runs for value in run["metrics"][key][-3:]) for key in ("completions/mean_length", "entropy"))
-            masked = statistics.mean(value for run in runs for value in run["metrics"]["masked_share"])
+            length, entropy = (
+                statistics.mean(value for run in runs for value in run["metrics"][key][-3:])
+                for key in ("completions/mean_length", "entropy")
+            )
+            masked = statistics.mean(
+                value for run in runs for value in run["metrics"]["masked_share"]
+            )
             seconds = statistics.median(seconds for run in runs for seconds in step_seconds(run))
             fallen = f"{sum(map(collapsed, runs))} of {len(runs)}"
-            found.append((method, number_and_interval([accuracy(run, "greedy") for run in runs]), f"{length:.0f}", f"{entropy:.3f}", f"{masked:.2%}", f"{seconds:.1f}", fallen))
+            found.append(
+                (
+                    method,
+                    number_and_interval([accuracy(run, "greedy") for run in runs]),
+                    f"{length:.0f}",
+                    f"{entropy:.3f}",
+                    f"{masked:.2%}",
+                    f"{seconds:.1f}",
+                    fallen,
+                )
+            )
     return found
 
 
@@ -291,7 +439,10 @@ def markdown(rows):
     """Rows of text, the first of them the head, as a Markdown table that also reads well as it stands."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return "\n".join("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in rows)
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |"
+        for row in rows
+    )
 
 
 def table(lines):
@@ -304,12 +455,20 @@ def table(lines):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--threads", type=int, default=0, help="threads of each run; 0 shares the cores out")
-    parser.add_argument("--work", type=Path, default=HERE.parent / "runs" / "experiments", help="where the run folders go")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="threads of each run; 0 shares the cores out"
+    )
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "experiments", help="where the run folders go"
+    )
     parser.add_argument("--list", action="store_true", help="print the commands and stop")
-    parser.add_argument("--table", action="store_true", help="print the table of what is there and stop")
+    parser.add_argument(
+        "--table", action="store_true", help="print the table of what is there and stop"
+    )
     args = parser.parse_args()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--table | head` ends quietly
@@ -317,7 +476,7 @@ def main():
     todo = [entry for entry in PLAN if entry not in done]
     if args.list:
         for script in HELD_OUT.values():
-            print(f"python data/{script} --folder {args.work}")
+            print(f"python data/make/{script} --folder {args.work}")
         for entry in todo:
             print(shlex.join(command_of(["python", "lopti.py"], *entry, args.work)[1]))
     elif not args.table:
@@ -325,7 +484,16 @@ def main():
         for file, script in HELD_OUT.items():
             if not (args.work / file).exists():
                 name, *flags = shlex.split(script)
-                subprocess.run([sys.executable, str(HERE / name), *flags, "--folder", str(args.work)], check=True)
+                subprocess.run(
+                    [
+                        sys.executable,
+                        str(HERE.parent / "make" / name),
+                        *flags,
+                        "--folder",
+                        str(args.work),
+                    ],
+                    check=True,
+                )
         threads = args.threads or max(1, (os.cpu_count() or 1) // args.jobs)
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda entry: do(*entry, args.work, threads), todo))

@@ -1,7 +1,7 @@
 """Time TRL's GRPOTrainer on the default job, to set beside `python lopti.py --benchmark 4`.
 
     pip install trl                      # 1.16.0 when this was written; lopti itself does not need it
-    python data/compare_trl.py           # seconds of each step: 16 prompts x 8 responses, 2 optimizer steps
+    python data/lab/compare_trl.py           # seconds of each step: 16 prompts x 8 responses, 2 optimizer steps
 
 The same policy, prompts, reward, lengths, clip, KL and number of optimizer steps. A first step warms up.
 """
@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from datasets import Dataset
@@ -37,16 +37,29 @@ class StepTimes(TrainerCallback):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4, help="steps after the one that warms up")
-    parser.add_argument("--per-device", type=int, default=64, help="responses in one forward pass of the update; 64 is a mini-batch")
+    parser.add_argument(
+        "--per-device",
+        type=int,
+        default=64,
+        help="responses in one forward pass of the update; 64 is a mini-batch",
+    )
     given = parser.parse_args()
     args = lopti.parse_arguments([])
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     rows, _ = lopti.load_data(args, tokenizer)
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
-    data = [{"prompt": row["prompt"], "solution": row["solution"]} for _ in range(given.steps + 2) for row in next(prompts)]
-    mini_batches = args.prompts_per_step * args.group_size // args.mini_batch_size  # optimizer steps to a batch of responses
+    data = [
+        {"prompt": row["prompt"], "solution": row["solution"]}
+        for _ in range(given.steps + 2)
+        for row in next(prompts)
+    ]
+    mini_batches = (
+        args.prompts_per_step * args.group_size // args.mini_batch_size
+    )  # optimizer steps to a batch of responses
     micro_batches = args.mini_batch_size // given.per_device
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
@@ -60,10 +73,20 @@ def main():
         )  # fmt: skip
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
         GRPOTrainer(
-            model=model, reward_funcs=lopti.kk_reward, args=config, train_dataset=Dataset.from_list(data), processing_class=tokenizer, callbacks=[times]
+            model=model,
+            reward_funcs=lopti.kk_reward,
+            args=config,
+            train_dataset=Dataset.from_list(data),
+            processing_class=tokenizer,
+            callbacks=[times],
         ).train()
-    steps = [sum(times.seconds[start : start + mini_batches]) for start in range(0, len(times.seconds), mini_batches)][1:]
-    print(f"seconds a step: {', '.join(f'{seconds:.2f}' for seconds in steps)}; median {statistics.median(steps):.2f}")
+    steps = [
+        sum(times.seconds[start : start + mini_batches])
+        for start in range(0, len(times.seconds), mini_batches)
+    ][1:]
+    print(
+        f"seconds a step: {', '.join(f'{seconds:.2f}' for seconds in steps)}; median {statistics.median(steps):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Make the bundled policy data/tiny from nothing: its tokenizer, its weights, its generation settings.
 
-    python data/pretrain.py                                       # writes data/tiny again: about half an hour on 2 CPU cores
-    python data/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
+    python data/make/pretrain.py                                       # writes data/tiny again: about half an hour on 2 CPU cores
+    python data/make/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
 
 Next-token prediction on worked solutions of random puzzles and problems, those of the committed files left out, in
 four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is written. `solve`: more of them, and
@@ -29,8 +29,8 @@ from transformers import PreTrainedTokenizerFast, LlamaConfig, LlamaForCausalLM
 import arithmetic
 import puzzles
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+DATA = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(DATA.parent))
 from lopti import MATH_REQUEST, TASKS, render_prompt  # noqa: E402  the prompts of training must be those of pretraining
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>"]
@@ -52,13 +52,19 @@ CHAT_TEMPLATE = (
 # Quotation marks that close are tokens of their own (`,"` `."` `".` `" -`), so that a lone `"` always opens.
 TOKEN_PATTERN = r"""</?(?:think|answer)>|[A-Z][a-z]+-(?:knight|knave)|\\[a-z]+|\(\d\)|,"|\."|"\.|" -|'s|[A-Za-z]+|\d|[^\sA-Za-z\d]"""
 SPACING = (  # applied in this order to the tokens joined by single spaces: (pattern, what replaces the match)
-    (r""" (?=[.,?:)}{]|"\.|" -|'s)""", ""),  # nothing before closing punctuation or an opening brace
+    (
+        r""" (?=[.,?:)}{]|"\.|" -|'s)""",
+        "",
+    ),  # nothing before closing punctuation or an opening brace
     (r"""(?<=[({]) """, ""),
     (r"""(?<= ") """, ""),  # nor after an opening quotation mark
     (r"""(?<=\d) (?=\d)""", ""),  # digits make numbers
     (r"""(?<=\d\.) (?=\d)""", ""),
     (r""" (?=\(\d\)|</think>|</?answer>|Suppose )""", "\n"),
-    (r""" (?=[A-Z][a-z]+-(?:knight|knave): )""", "\n"),  # a worked solution takes a line for each claim
+    (
+        r""" (?=[A-Z][a-z]+-(?:knight|knave): )""",
+        "\n",
+    ),  # a worked solution takes a line for each claim
 )
 
 
@@ -66,11 +72,23 @@ def words_to_cover():
     """Every word and sign of the puzzles, the arithmetic, the worked solutions and the two requests."""
     claims = [("and", ("lying", 0), ("telling-truth", 1)), ("or", ("lying", 0), ("lying", 1)), ("not", ("lying", 0)),
               ("->", ("lying", 0), ("lying", 1)), ("<=>", ("lying", 0), ("lying", 1))]  # fmt: skip
-    texts = [puzzles.OPENING, puzzles.QUESTION, "You meet inhabitants:", *puzzles.NAMES, *TAGS, MATH_REQUEST]
+    texts = [
+        puzzles.OPENING,
+        puzzles.QUESTION,
+        "You meet inhabitants:",
+        *puzzles.NAMES,
+        *TAGS,
+        MATH_REQUEST,
+    ]
     texts += [attribution.format(name="Zoey", claim=puzzles.claim_text(claim, ["Zoey", "Liam"]))
               for attribution in puzzles.ATTRIBUTIONS for claim in claims]  # fmt: skip
     texts += [f"{name}-knight {name}-knave" for name in puzzles.NAMES]
-    texts += ["Suppose true false iff so ok contradiction", "What is The answer is", r"\frac \boxed", "+ - = * /"]
+    texts += [
+        "Suppose true false iff so ok contradiction",
+        "What is The answer is",
+        r"\frac \boxed",
+        "+ - = * /",
+    ]
     texts += ["0 1 2 3 4 5 6 7 8 9", "(1) (2) (3) (4) (5) (6) (7) (8)", "( ) { } . , : ? ! ; -"]
     return texts
 
@@ -78,12 +96,21 @@ def words_to_cover():
 def build_tokenizer():
     tokenizer = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated"), pre_tokenizers.Split(Regex(r"^\s+$"), "removed")]
+        [
+            pre_tokenizers.Split(Regex(TOKEN_PATTERN), "isolated"),
+            pre_tokenizers.Split(Regex(r"^\s+$"), "removed"),
+        ]
     )
-    words = {word for text in words_to_cover() for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)}
+    words = {
+        word
+        for text in words_to_cover()
+        for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    }
     vocabulary = {word: i for i, word in enumerate(SPECIAL + TAGS + sorted(words - set(TAGS)))}
     tokenizer.model = models.WordLevel(vocabulary, unk_token="<|unknown|>")
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.WordPiece(prefix="##", cleanup=False), decoders.Fuse()]
         + [decoders.Replace(Regex(pattern), content) for pattern, content in SPACING]
@@ -110,24 +137,37 @@ def random_example(tokenizer, rng, people_weights, error_rate, held_out):
             problem, parts = arithmetic.generate_problem(rng, rng.randint(1, 3))
             task, question = TASKS["math"], problem["problem"]
         else:
-            puzzle = puzzles.generate_puzzle(rng, rng.choices(list(people_weights), list(people_weights.values()))[0])
+            puzzle = puzzles.generate_puzzle(
+                rng, rng.choices(list(people_weights), list(people_weights.values()))[0]
+            )
             task, question = TASKS["kk"], puzzle["quiz"]
         if question in held_out:
             continue
         if people_weights is None:
             response = arithmetic.worked_solution(rng, parts, error_rate)
         else:
-            response = puzzles.worked_solution(rng, puzzle["names"], literal_eval(puzzle["statements"]), error_rate)
-        return render_prompt(tokenizer, task.messages(question), task.opening), response + tokenizer.eos_token
+            response = puzzles.worked_solution(
+                rng, puzzle["names"], literal_eval(puzzle["statements"]), error_rate
+            )
+        return render_prompt(
+            tokenizer, task.messages(question), task.opening
+        ), response + tokenizer.eos_token
 
 
 def batches(tokenizer, rng, tokens_per_batch, max_tokens=640, pool=2048, **settings):
     """Endless (input_ids, labels) of about tokens_per_batch tokens; examples of like length share a batch."""
     while True:
         examples = [random_example(tokenizer, rng, **settings) for _ in range(pool)]
-        prompts = tokenizer([prompt for prompt, _ in examples], add_special_tokens=False)["input_ids"]
-        responses = tokenizer([response for _, response in examples], add_special_tokens=False)["input_ids"]
-        rows = sorted(((p, r) for p, r in zip(prompts, responses) if len(p) + len(r) <= max_tokens), key=lambda row: len(row[0]) + len(row[1]))
+        prompts = tokenizer([prompt for prompt, _ in examples], add_special_tokens=False)[
+            "input_ids"
+        ]
+        responses = tokenizer([response for _, response in examples], add_special_tokens=False)[
+            "input_ids"
+        ]
+        rows = sorted(
+            ((p, r) for p, r in zip(prompts, responses) if len(p) + len(r) <= max_tokens),
+            key=lambda row: len(row[0]) + len(row[1]),
+        )
         groups, group = [], []
         for row in rows:
             if group and (len(group) + 1) * (len(row[0]) + len(row[1])) > tokens_per_batch:
@@ -152,12 +192,19 @@ def average_gradients(model):
     """One gradient from those of all processes."""
     flat = torch.nn.utils.parameters_to_vector([parameter.grad for parameter in model.parameters()])
     torch.distributed.all_reduce(flat)
-    torch.nn.utils.vector_to_parameters(flat / torch.distributed.get_world_size(), [parameter.grad for parameter in model.parameters()])
+    torch.nn.utils.vector_to_parameters(
+        flat / torch.distributed.get_world_size(),
+        [parameter.grad for parameter in model.parameters()],
+    )
 
 
-def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_every=300, folder=None):
+def train(
+    model, stream, steps, learning_rate, warmup, name, log_every=50, save_every=300, folder=None
+):
     """AdamW on the response tokens, learning rate up over `warmup` steps and down along a cosine to a tenth."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
     first = torch.distributed.get_rank() == 0
     started, tokens = time.time(), 0
     for step in range(1, steps + 1):
@@ -165,7 +212,9 @@ def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_
         optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, step / warmup) * decay
         input_ids, labels = next(stream)
         kept = labels[:, 1:] != -100
-        with torch.autocast("cpu", torch.bfloat16):  # a third faster on processors that have bf16; weights stay float32
+        with torch.autocast(
+            "cpu", torch.bfloat16
+        ):  # a third faster on processors that have bf16; weights stay float32
             hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
             logits = model.lm_head(hidden[kept])
         loss = torch.nn.functional.cross_entropy(logits.float(), labels[:, 1:][kept])
@@ -177,7 +226,10 @@ def train(model, stream, steps, learning_rate, warmup, name, log_every=50, save_
         tokens += input_ids.numel() * torch.distributed.get_world_size()
         if first and step % log_every == 0:
             seconds = time.time() - started
-            print(f"{name} step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s  {tokens / seconds:.0f} tokens/s", flush=True)
+            print(
+                f"{name} step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s  {tokens / seconds:.0f} tokens/s",
+                flush=True,
+            )
         if first and folder is not None and (step % save_every == 0 or step == steps):
             model.save_pretrained(folder)
 
@@ -192,54 +244,112 @@ def lessons(stage, steps, tokenizer, rng, coin, tokens, held_out, error_rate, ma
     """The batches of a stage, of about `tokens` tokens (half as many in arithmetic)."""
 
     def quizzes(people_weights, error_rate=0.0):
-        return batches(tokenizer, rng, tokens, people_weights=people_weights, error_rate=error_rate, held_out=held_out)
+        return batches(
+            tokenizer,
+            rng,
+            tokens,
+            people_weights=people_weights,
+            error_rate=error_rate,
+            held_out=held_out,
+        )
 
     def problems(error_rate=0.0):
-        return batches(tokenizer, rng, tokens // 2, people_weights=None, error_rate=error_rate, held_out=held_out, pool=512)
+        return batches(
+            tokenizer,
+            rng,
+            tokens // 2,
+            people_weights=None,
+            error_rate=error_rate,
+            held_out=held_out,
+            pool=512,
+        )
 
     if stage == "format":
-        return itertools.chain(itertools.islice(quizzes({2: 1.0}), steps // 2), quizzes({2: 0.5, 3: 0.5}))
+        return itertools.chain(
+            itertools.islice(quizzes({2: 1.0}), steps // 2), quizzes({2: 0.5, 3: 0.5})
+        )
     if stage == "solve":
         return mixed(coin, 0.7, quizzes({2: 0.3, 3: 0.6, 4: 0.1}), problems())
     if stage == "arithmetic":
         return mixed(coin, 0.25, quizzes({2: 0.3, 3: 0.6, 4: 0.1}), problems())
-    return mixed(coin, 2 / 3, quizzes({2: 0.4, 3: 0.5, 4: 0.1}, error_rate), problems(math_error_rate))
+    return mixed(
+        coin, 2 / 3, quizzes({2: 0.4, 3: 0.5, 4: 0.1}, error_rate), problems(math_error_rate)
+    )
 
 
-STAGES = {"format": (1.5e-3, 200), "solve": (1e-3, 50), "arithmetic": (1e-3, 50), "careless": (4e-4, 20)}  # name -> highest learning rate, warm-up
+STAGES = {
+    "format": (1.5e-3, 200),
+    "solve": (1e-3, 50),
+    "arithmetic": (1e-3, 50),
+    "careless": (4e-4, 20),
+}  # name -> highest learning rate, warm-up
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=HERE / "tiny")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=DATA / "tiny")
     parser.add_argument("--stage", choices=STAGES, default="format", help="the stage to begin with")
     parser.add_argument("--start", type=Path, help="the model folder to begin a later stage from")
     parser.add_argument("--format-steps", type=int, default=800)
     parser.add_argument("--solve-steps", type=int, default=1500)
     parser.add_argument("--arithmetic-steps", type=int, default=2000)
     parser.add_argument("--careless-steps", type=int, default=250)
-    parser.add_argument("--error-rate", type=float, default=0.08, help="careless: probability that a verdict is flipped")
-    parser.add_argument("--math-error-rate", type=float, default=0.15, help="careless: probability of a slip in arithmetic")
-    parser.add_argument("--tokens", type=int, default=6000, help="tokens in a step, of all processes together")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="of one thread each: faster than one process with as many threads")
+    parser.add_argument(
+        "--error-rate",
+        type=float,
+        default=0.08,
+        help="careless: probability that a verdict is flipped",
+    )
+    parser.add_argument(
+        "--math-error-rate",
+        type=float,
+        default=0.15,
+        help="careless: probability of a slip in arithmetic",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=6000, help="tokens in a step, of all processes together"
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count(),
+        help="of one thread each: faster than one process with as many threads",
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.stage != "format" and not args.start:
         parser.error(f"--stage {args.stage} needs --start FOLDER")
     with tempfile.TemporaryDirectory() as meeting_point:
-        torch.multiprocessing.spawn(work, (args, f"file://{meeting_point}/processes"), args.processes)
+        torch.multiprocessing.spawn(
+            work, (args, f"file://{meeting_point}/processes"), args.processes
+        )
 
 
 def work(rank, args, meeting_point):
     """What each process does: the same steps on other puzzles, with gradients averaged over all."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=args.processes)
+    torch.distributed.init_process_group(
+        "gloo", init_method=meeting_point, rank=rank, world_size=args.processes
+    )
     torch.manual_seed(args.seed)
-    rng, coin = random.Random(args.seed + 1 + 1000 * rank), random.Random(args.seed)  # the committed files are made with seed 0
+    rng, coin = (
+        random.Random(args.seed + 1 + 1000 * rank),
+        random.Random(args.seed),
+    )  # the committed files are made with seed 0
     tokenizer = build_tokenizer()
     held_out = set()
-    for name, column in (("kk_train", "quiz"), ("kk_test", "quiz"), ("math_train", "problem"), ("math_test", "problem")):
-        held_out |= {json.loads(line)[column] for line in (HERE / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()}
+    for name, column in (
+        ("kk_train", "quiz"),
+        ("kk_test", "quiz"),
+        ("math_train", "problem"),
+        ("math_test", "problem"),
+    ):
+        held_out |= {
+            json.loads(line)[column]
+            for line in (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        }
     if args.stage == "format":
         config = LlamaConfig(
             vocab_size=len(tokenizer),
@@ -248,7 +358,10 @@ def work(rank, args, meeting_point):
             num_hidden_layers=4,
             num_attention_heads=8,
             num_key_value_heads=8,
-            rope_parameters={"rope_type": "default", "rope_theta": 1000.0},  # a small base: what matters is close by
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+            },  # a small base: what matters is close by
             max_position_embeddings=2048,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -259,15 +372,35 @@ def work(rank, args, meeting_point):
     else:
         model = LlamaForCausalLM.from_pretrained(args.start)
     if rank == 0:
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens", flush=True)
+        print(
+            f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens",
+            flush=True,
+        )
     for stage in list(STAGES)[list(STAGES).index(args.stage) :]:
         steps = getattr(args, f"{stage}_steps")
-        stream = lessons(stage, steps, tokenizer, rng, coin, args.tokens // args.processes, held_out, args.error_rate, args.math_error_rate)
+        stream = lessons(
+            stage,
+            steps,
+            tokenizer,
+            rng,
+            coin,
+            args.tokens // args.processes,
+            held_out,
+            args.error_rate,
+            args.math_error_rate,
+        )
         # what a stage leaves is kept beside the output, to try the next one again from there
-        folder = args.output if stage == "careless" else args.output.with_name(f"{args.output.name}-{stage}")
+        folder = (
+            args.output
+            if stage == "careless"
+            else args.output.with_name(f"{args.output.name}-{stage}")
+        )
         if rank == 0:
             tokenizer.save_pretrained(folder)
-        model.generation_config.eos_token_id, model.generation_config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = (
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+        )
         train(model, stream, steps, *STAGES[stage], stage, folder=folder)
     if rank == 0:
         print(f"saved {args.output}")

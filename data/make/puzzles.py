@@ -1,7 +1,7 @@
 """Knights-and-Knaves puzzles in the language of the public data set K-and-K/knights-and-knaves.
 
-    python data/puzzles.py                # writes data/kk_train.jsonl and data/kk_test.jsonl again, byte for byte
-    python data/puzzles.py --show 3       # prints three puzzles with their worked solutions
+    python data/make/puzzles.py                # writes data/kk_train.jsonl and data/kk_test.jsonl again, byte for byte
+    python data/make/puzzles.py --show 3       # prints three puzzles with their worked solutions
 
 On an island every inhabitant is a knight (always tells the truth) or a knave (always lies). Each makes one
 claim; the question is who is what. A claim is one of these tuples, people numbered from 0, as in the public set:
@@ -40,7 +40,12 @@ ATTRIBUTIONS = (
 )  # fmt: skip
 OPENING = "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always lie."
 QUESTION = "So who is a knight and who is a knave?"
-CONNECTIVES = {"and": "and", "or": "or", "->": "then", "<=>": "iff"}  # as the worked solutions write them
+CONNECTIVES = {
+    "and": "and",
+    "or": "or",
+    "->": "then",
+    "<=>": "iff",
+}  # as the worked solutions write them
 
 
 def role(is_knight):
@@ -56,12 +61,21 @@ def claim_text(claim, names):
     if kind == "not":
         return claim_text(parts[0], names).replace(" is a ", " is not a ")
     first, second = (claim_text(part, names) for part in parts)
-    return f"If {first} then {second}" if kind == "->" else f"{first} {'if and only if' if kind == '<=>' else kind} {second}"
+    return (
+        f"If {first} then {second}"
+        if kind == "->"
+        else f"{first} {'if and only if' if kind == '<=>' else kind} {second}"
+    )
 
 
 def combine(kind, first, second):
     """The truth of two facts joined by 'and', 'or', '->' or '<=>'."""
-    return {"and": first and second, "or": first or second, "->": not first or second, "<=>": first == second}[kind]
+    return {
+        "and": first and second,
+        "or": first or second,
+        "->": not first or second,
+        "<=>": first == second,
+    }[kind]
 
 
 def claim_is_true(claim, roles):
@@ -77,7 +91,11 @@ def claim_is_true(claim, roles):
 def solutions(claims):
     """Every way to hand out the roles under which knights tell the truth and knaves lie."""
     possible = product([True, False], repeat=len(claims))
-    return [roles for roles in possible if all(claim_is_true(claim, roles) == roles[i] for i, claim in enumerate(claims))]
+    return [
+        roles
+        for roles in possible
+        if all(claim_is_true(claim, roles) == roles[i] for i, claim in enumerate(claims))
+    ]
 
 
 def random_claim(rng, speaker, people):
@@ -90,7 +108,9 @@ def random_claim(rng, speaker, people):
     if kind in ("fact", "not"):
         atom = (rng.choice(("telling-truth", "lying")), rng.choice(others))
         return atom if kind == "fact" else ("not", atom)
-    atoms = [("telling-truth", person) for person in range(people)] + [("lying", person) for person in others]
+    atoms = [("telling-truth", person) for person in range(people)] + [
+        ("lying", person) for person in others
+    ]
     first = rng.choice(atoms)
     second = rng.choice([atom for atom in atoms if atom != first])
     return (kind, first, second)
@@ -110,7 +130,9 @@ def generate_puzzle(rng, people):
         rng.choice(ATTRIBUTIONS).format(name=name, claim=claim_text(claim, names))
         for name, claim in zip(names, claims)
     ]
-    listed = f"{names[0]} and {names[1]}" if people == 2 else f"{', '.join(names[:-1])}, and {names[-1]}"
+    listed = (
+        f"{names[0]} and {names[1]}" if people == 2 else f"{', '.join(names[:-1])}, and {names[-1]}"
+    )
     return {
         "quiz": f"{OPENING} You meet {people} inhabitants: {listed}. {' '.join(sentences)} {QUESTION}",
         "names": names,
@@ -148,26 +170,39 @@ def worked_solution(rng, names, claims, error_rate=0.0):
         """('lying', 1) → the words 'Sofia Sofia-knight knave false' where she is supposed a knight, and the verdict."""
         claimed, supposed = atom[0] == "telling-truth", roles[atom[1]]
         truth = verdict(claimed == supposed)
-        return f"{names[atom[1]]} {names[atom[1]]}-{role(supposed)} {role(claimed)} {word(truth)}", truth
+        return (
+            f"{names[atom[1]]} {names[atom[1]]}-{role(supposed)} {role(claimed)} {word(truth)}",
+            truth,
+        )
 
     untried = list(product([True, False], repeat=len(names)))
     failed, lines = set(), []
     roles = rng.choice(untried)
     while True:
-        lines.append("Suppose " + " ".join(f"{name}-{role(is_knight)}" for name, is_knight in zip(names, roles)))
+        lines.append(
+            "Suppose "
+            + " ".join(f"{name}-{role(is_knight)}" for name, is_knight in zip(names, roles))
+        )
         contradiction = None
         for speaker, claim in enumerate(claims):
             if claim[0] == "not":  # 'not a knight' is said more shortly as 'a knave'
-                claim = ("lying" if claim[1][0] == "telling-truth" else "telling-truth", claim[1][1])
+                claim = (
+                    "lying" if claim[1][0] == "telling-truth" else "telling-truth",
+                    claim[1][1],
+                )
             if claim[0] in CONNECTIVES:
-                (first, first_truth), (second, second_truth) = (check_fact(atom, roles) for atom in claim[1:])
+                (first, first_truth), (second, second_truth) = (
+                    check_fact(atom, roles) for atom in claim[1:]
+                )
                 truth = verdict(combine(claim[0], first_truth, second_truth))
                 checked = f"{first} {CONNECTIVES[claim[0]]} {second} so {word(truth)}"
             else:
                 checked, truth = check_fact(claim, roles)
             consistent = verdict(truth == roles[speaker])
             supposed = role(roles[speaker])
-            lines.append(f"{names[speaker]}-{supposed}: {checked} {supposed} {'ok' if consistent else 'contradiction'}")
+            lines.append(
+                f"{names[speaker]}-{supposed}: {checked} {supposed} {'ok' if consistent else 'contradiction'}"
+            )
             if not consistent:
                 contradiction = speaker
                 break
@@ -176,12 +211,19 @@ def worked_solution(rng, names, claims, error_rate=0.0):
         failed.add(contradiction)
         if roles in untried:
             untried.remove(roles)
-        candidates = [r for r in untried if all(claim_is_true(claims[s], r) == r[s] for s in failed)] or untried
+        candidates = [
+            r for r in untried if all(claim_is_true(claims[s], r) == r[s] for s in failed)
+        ] or untried
         if not candidates:  # only mistakes lead here: begin again
             candidates = untried = list(product([True, False], repeat=len(names)))
         changes = [sum(a != b for a, b in zip(roles, r)) for r in candidates]
-        roles = rng.choice([r for r, changed in zip(candidates, changes) if changed == min(changes)])
-    answer = "\n".join(f"({i}) {name} is a {role(is_knight)}" for i, (name, is_knight) in enumerate(zip(names, roles), 1))
+        roles = rng.choice(
+            [r for r, changed in zip(candidates, changes) if changed == min(changes)]
+        )
+    answer = "\n".join(
+        f"({i}) {name} is a {role(is_knight)}"
+        for i, (name, is_knight) in enumerate(zip(names, roles), 1)
+    )
     return "\n" + "\n".join(lines) + f"\n</think>\n<answer>\n{answer}\n</answer>"
 
 
@@ -191,13 +233,23 @@ def write_jsonl(path, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--people", type=int, nargs="+", default=[2, 3, 4, 5], help="sizes of puzzle (2 to 8)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--people", type=int, nargs="+", default=[2, 3, 4, 5], help="sizes of puzzle (2 to 8)"
+    )
     parser.add_argument("--train", type=int, default=500, help="training puzzles per size")
     parser.add_argument("--test", type=int, default=200, help="test puzzles per size")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N puzzles with worked solutions and stop")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print N puzzles with worked solutions and stop",
+    )
     args = parser.parse_args()
     if not all(2 <= people <= 8 for people in args.people):
         parser.error(f"--people takes sizes from 2 to 8, not {args.people}")
@@ -206,7 +258,9 @@ def main():
         for _ in range(args.show):
             puzzle = generate_puzzle(rng, rng.choice(args.people))
             claims = literal_eval(puzzle["statements"])
-            print(puzzle["quiz"] + "\n<think>" + worked_solution(rng, puzzle["names"], claims) + "\n")
+            print(
+                puzzle["quiz"] + "\n<think>" + worked_solution(rng, puzzle["names"], claims) + "\n"
+            )
         return
     train, test, seen = [], [], set()
     for people in args.people:

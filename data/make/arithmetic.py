@@ -1,7 +1,7 @@
 """A small math set of our own with \\boxed{} answers, at a level that the bundled policy can attempt.
 
-    python data/arithmetic.py             # writes data/math_train.jsonl and data/math_test.jsonl again, byte for byte
-    python data/arithmetic.py --show 5    # prints five problems with their worked solutions
+    python data/make/arithmetic.py             # writes data/math_train.jsonl and data/math_test.jsonl again, byte for byte
+    python data/make/arithmetic.py --show 5    # prints five problems with their worked solutions
 
 Columns as in the public MATH set: problem, answer, level, type. Four types (whole numbers, fractions, decimals,
 pairs) at three levels: the level is the number of steps it takes.
@@ -40,7 +40,11 @@ def _apply(sign, left, right):
 
 def _reduced(numerator, denominator):
     value = Fraction(numerator, denominator)
-    return str(value.numerator) if value.denominator == 1 else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    return (
+        str(value.numerator)
+        if value.denominator == 1
+        else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+    )
 
 
 def generate_problem(rng, level):
@@ -52,13 +56,21 @@ def generate_problem(rng, level):
         values = operands[:1]
         for sign, operand in zip(signs, operands[1:]):
             values.append(_apply(sign, values[-1], operand))
-        numbers = [number for value in values for number in (value if isinstance(value, tuple) else (value,))]
+        numbers = [
+            number
+            for value in values
+            for number in (value if isinstance(value, tuple) else (value,))
+        ]
         if all(0 <= number <= 20 for number in numbers):
             break
     chain = _write(operands[0], kind, denominator)
     for sign, operand in zip(signs, operands[1:]):
         chain += f" {sign} {_write(operand, kind, denominator)}"
-    answer = _reduced(values[-1], denominator) if kind == "fractions" else _write(values[-1], kind, denominator)
+    answer = (
+        _reduced(values[-1], denominator)
+        if kind == "fractions"
+        else _write(values[-1], kind, denominator)
+    )
     problem = {"problem": f"What is {chain}?", "answer": answer, "level": level, "type": kind}
     return problem, (kind, denominator, operands, signs)
 
@@ -68,7 +80,9 @@ def _slip(rng, value, error_rate):
     if isinstance(value, tuple):
         return tuple(_slip(rng, number, error_rate) for number in value)
     slip = rng.choice((-1, 1)) if rng.random() < error_rate else 0
-    return max(0, value + slip)  # after a slip a difference may fall below 0, for which there are no words
+    return max(
+        0, value + slip
+    )  # after a slip a difference may fall below 0, for which there are no words
 
 
 def worked_solution(rng, parts, error_rate=0.0):
@@ -80,17 +94,23 @@ def worked_solution(rng, parts, error_rate=0.0):
         written = [_write(x, kind, denominator) for x in (value, operand, result)]
         steps.append(f"{written[0]} {sign} {written[1]} = {written[2]}")
         value = result
-    answer = _reduced(value, denominator) if kind == "fractions" else _write(value, kind, denominator)
+    answer = (
+        _reduced(value, denominator) if kind == "fractions" else _write(value, kind, denominator)
+    )
     return ", ".join(steps) + f". The answer is \\boxed{{{answer}}}."
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--train", type=int, default=300, help="training problems per level")
     parser.add_argument("--test", type=int, default=100, help="test problems per level")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent)
-    parser.add_argument("--show", type=int, default=0, metavar="N", help="print N problems with solutions and stop")
+    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
+    parser.add_argument(
+        "--show", type=int, default=0, metavar="N", help="print N problems with solutions and stop"
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     if args.show:

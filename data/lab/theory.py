@@ -1,0 +1,55 @@
+"""What each token weighs in the gradient: Eq. 2, and Prop. 4.2 at the logits.
+
+Training never calls these (autograd does the work); the notebook and the tests do.
+"""
+
+import math
+
+import torch
+
+
+def gradient_weight(
+    logprobs,
+    old_logprobs,
+    advantages,
+    *,
+    ref_logprobs=None,
+    clip_low=0.2,
+    clip_high=0.24,
+    clip_dual=10.0,
+    kl_coef=0.001,
+):
+    """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, T) → (B, T)
+
+        w = r·Â·1[trust] + β·π_ref/π_θ - β
+
+    1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of `kl_estimate`.
+    Training does not call this (autograd does the work); reading and testing do.
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
+    weight = ratio * advantages * trusted
+    if ref_logprobs is not None and kl_coef:
+        difference = ref_logprobs - logprobs
+        inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
+        weight = weight + kl_coef * (difference.exp() - 1) * inside
+    return weight
+
+
+def logit_gradient_norm(logits, ids):
+    """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²) at logits z (..., V) for tokens j = ids (...): Prop. 4.2's core."""
+    probabilities = logits.softmax(-1)
+    gradient = (
+        torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities
+    )  # ∇_z log π_j = e_j - π
+    return gradient.norm(dim=-1)
+
+
+def logit_gradient_bounds(probabilities, vocabulary_size):
+    """sqrt(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ sqrt(2)·(1-π): Prop. 4.2, N the vocabulary size. Returns (lower, upper).
+
+    This is why unlikely tokens dominate: at π = 0.01 the gradient is about a hundred times that at π = 0.99.
+    """
+    room = 1 - probabilities
+    return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room
