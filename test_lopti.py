@@ -9,7 +9,6 @@ too; without it these tests are skipped and the others still pass.
 import contextlib
 import copy
 import doctest
-import io
 import itertools
 import json
 import math
@@ -657,22 +656,21 @@ def plain_training(policy, rollouts, stages, args, events):
                         in_stage = stage == "all" or is_low == (stage == "low")
                         if not in_stage or (i, t) not in kept or old[i][t] == -math.inf:
                             continue
-                        if not args.kl_coef and not advantages[i]:
-                            continue  # no gradient
                         if new[t] == -math.inf:  # has left the safe vocabulary
                             events["unsafe"] += 1
                             continue
                         logprobs = new[t], old[i][t], ref[i][t]
                         terms.append(plain_token_loss(*logprobs, advantages[i], args, events))
-                if not terms:  # no optimizer step
+                if not terms:
                     continue
                 policy_loss, kl = (sum(values) / len(kept) for values in zip(*terms))
                 (policy_loss + args.kl_coef * kl).backward()
                 norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
                 events["norm clip"] += int(norm > args.max_grad_norm)
-                optimizer.step()
+                if norm > 0:
+                    optimizer.step()
+                    losses[stage].append(policy_loss.item())
                 optimizer.zero_grad()
-                losses[stage].append(policy_loss.item())
         yield sum(statistics.mean(values) for values in losses.values())
 
 
@@ -875,7 +873,9 @@ def test_every_shape_of_row_in_every_format(tmp_path, shape, suffix):
     assert loaded["prompt"] == prompt if "prompt" in row else prompt in loaded["prompt"]
     answer = f"</think><answer>{solution}</answer>" if task == "kk" else f"\\boxed{{{solution}}}"
     answer = answer if loaded["prompt"].endswith("<think>") else "<think>" + answer
-    assert lopti.judge([answer], [loaded], arguments(flags)) == [3.0 if task == "kk" else 1.0]
+    assert lopti.compute_rewards([answer], [loaded], arguments(flags)) == [
+        3.0 if task == "kk" else 1.0
+    ]
 
 
 SHAPES = {
@@ -951,7 +951,7 @@ def test_a_reward_function_of_ones_own():
 
     def judged(*values):
         rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
-        return lopti.judge(["a", "b"], rows, args)
+        return lopti.compute_rewards(["a", "b"], rows, args)
 
     assert judged(5, 6.5) == [5.0, 6.5]
     for wrong in ((1, math.nan), (1, math.inf), (1, 2, 3)):
@@ -975,7 +975,9 @@ def test_real_files_grade_themselves(name):
     args = arguments(f"--task {task} --people 3 --max-prompt-length 1000000")
     args.data = str(shared_file(f"data/{name}"))
     training, _ = lopti.load_data(args, TOKENIZER)
-    values = lopti.judge([form.format(row["solution"]) for row in training], training, args)
+    values = lopti.compute_rewards(
+        [form.format(row["solution"]) for row in training], training, args
+    )
     assert max(values) == (3 if task == "kk" else 1)
     assert values.count(max(values)) >= 0.99 * len(training) > 0
     if name == "verl_kk.parquet":  # puzzles of the other file, each in a rendered chat
@@ -1053,7 +1055,7 @@ def test_presets_hold_the_papers_values_and_explicit_flags_win():
         assert args.alpha == 0 and args.eta == 0
     paper = vars(arguments("--preset kk --alpha 0.3 --eta 0.5"))
     expected = {"alpha": 0.3, "eta": 0.5, "learning_rate": 1e-6, "weight_decay": 0.01}
-    expected |= {"prompts_per_step": 64, "group_size": 8, "mini_batch_size": 256, "epochs": 5}
+    expected |= {"prompts_per_step": 64, "group_size": 8, "mini_batch_size": 256}
     expected |= {"clip_low": 0.2, "clip_high": 0.24, "clip_dual": 10.0, "kl_coef": 0.001}
     expected |= {"temperature": 0.7, "max_prompt_length": 400, "max_new_tokens": 4096}
     assert {name: paper[name] for name in expected} == expected and paper["max_grad_norm"] == 1
@@ -1137,9 +1139,10 @@ def assert_same_run(folder, other):
 def finished_run(tmp_path_factory):
     """Four steps of AR + Lopti without an interruption."""
     folder = tmp_path_factory.mktemp("runs")
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        assert main(FLAGS + f"--name finished --output {folder}") == 0
-    assert re.search(r"people +prompts +before +after\ngreedy ", output.getvalue())
+    process = start(FLAGS + f"--name finished --output {folder}", folder / "log")
+    process.join()
+    assert process.exitcode == 0
+    assert re.search(r"people +prompts +before +after\ngreedy ", (folder / "log").read_text())
     return folder / "finished"
 
 
@@ -1190,15 +1193,15 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     assert_same_run(folder, finished_run)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_asked_to_stop_it_finishes_the_step_and_saves(finished_run, tmp_path, number, code):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_finishes_the_step_and_saves(finished_run, tmp_path, number):
     folder = tmp_path / "asked"
     flags = FLAGS + f"--save-every 0 --name asked --output {tmp_path}"
     process = start(flags, tmp_path / "log")
     wait_for(folder / "metrics.jsonl")
     os.kill(process.pid, number)
     process.join(120)
-    assert process.exitcode == code and f"--resume {folder}" in (tmp_path / "log").read_text()
+    assert process.exitcode == 130 and f"--resume {folder}" in (tmp_path / "log").read_text()
     done = len(read_jsonl(folder / "metrics.jsonl"))
     assert done < 4 and checkpoints(folder) == [f"step-{done:06d}"]
     assert main(f"--resume {folder} --quiet") == 0
@@ -1271,15 +1274,13 @@ def test_full_disk_leaves_the_last_checkpoint(run_copy, capsys, monkeypatch):
     assert main(f"--resume {run_copy} --steps 5 --quiet") == 0
 
 
-def test_another_task_in_epochs(tmp_path, capsys):
-    """Two rounds of 5 problems, 2 a step; at one mini-batch a step the ratio is 1."""
-    data = write_jsonl(tmp_path / "data.jsonl", read_jsonl(ROOT / "data/math_train.jsonl")[:5])
-    flags = FLAGS.removeprefix("--steps 4") + "--task math --epochs 2 --mini-batch-size 0 --eta 0 "
-    flags += f"--max-new-tokens 40 --data {data} --output {tmp_path} --name math"
+def test_another_task(tmp_path, capsys):
+    """At one mini-batch a step the ratio is 1."""
+    flags = FLAGS + f"--task math --mini-batch-size 0 --eta 0 --output {tmp_path} --name math"
     assert main(flags) == 0
     assert re.search(r"level +prompts +before +after\ngreedy ", capsys.readouterr().out)
     steps = read_jsonl(tmp_path / "math" / "metrics.jsonl")
-    assert [row["ratio_mean"] for row in steps] == pytest.approx([1] * 5, abs=1e-4)
+    assert [row["ratio_mean"] for row in steps] == pytest.approx([1] * 4, abs=1e-4)
     assert abs(steps[0]["kl"]) < 1e-6 < steps[-1]["kl"]  # π_θ is π_ref at the first step only
 
 
@@ -1333,8 +1334,6 @@ ERRORS = {  # the flags: what the sentence must name
     "--group-size 1": "--group-size",
     "--order sideways": "--order",
     "--bogus": "--bogus",
-    "--steps 0": "--steps",
-    "--steps 9 --epochs 2": "--epochs",
     "--update-only low": "--eta",
     "--top-entropy 0.2 --bottom-entropy 0.8": "--top-entropy",
     "--people 9": "9",
@@ -1489,13 +1488,6 @@ def test_plot_draws_what_the_run_folders_hold(finished_run, run_copy, monkeypatc
     assert plot.main() == 0 and Path("plot.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(sys, "argv", ["plot.py", "nowhere"])
     assert plot.main() == 2 and "nowhere" in capsys.readouterr().err
-
-
-def test_benchmark_prints_grpo_beside_lopti(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main("--benchmark 1 --prompts-per-step 2 --group-size 4 --max-new-tokens 20") == 0
-    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert rows.count("GRPO") == 5 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("module", [lopti, rewards])
