@@ -19,6 +19,7 @@ vocabulary. Log-probabilities are float32. A mask is boolean, True where a token
 import argparse
 import copy
 import csv
+import functools
 import importlib
 import itertools
 import json
@@ -32,7 +33,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,9 +58,8 @@ class UserError(Exception):
     """Something that the user can put right: ends the program with one sentence and exit code 2."""
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 1. Sampling: o_i ~ π_old(· | q), G responses to each prompt
-# ==================================================================================================
 
 
 @dataclass
@@ -74,9 +73,7 @@ class Rollout:
     truncated: torch.Tensor  # (B,) True where the length limit came before an end-of-sequence token
     texts: list  # B strings: the responses without padding and end of sequence
     old_logprobs: torch.Tensor = None  # (B, T) log π_old, of the policy that sampled; 0 on padding
-    ref_logprobs: torch.Tensor = (
-        None  # (B, T) log π_ref, of the policy as it started; None if β = 0
-    )
+    ref_logprobs: torch.Tensor = None  # (B, T) log π_ref, of the starting policy; None if β = 0
     advantages: torch.Tensor = None  # (B, T) Â
 
     def lengths(self):
@@ -181,7 +178,8 @@ def generate_groups(model, ids, mask, group_size, settings, stretch=32):
         if ids.shape[1] > 1:  # `generate` reads the last prompt token itself
             seen = mask[:, :-1]
             positions = (seen.cumsum(1) - 1).clamp(min=0)  # from 0 at the first token after padding
-            model(ids[:, :-1], attention_mask=seen, position_ids=positions, past_key_values=cache)
+            how = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+            model.base_model(ids[:, :-1], attention_mask=seen, **how)
         ids, mask = ids[rows], mask[rows]
         for start in range(0, settings.max_new_tokens, stretch):
             settings_of_stretch = copy.copy(settings)
@@ -233,9 +231,8 @@ def mixed_precision(model):
     return torch.autocast(model.device.type, torch.bfloat16, enabled=bfloat16)
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 2. Log-probabilities: log π(o_t | q, o_<t) at the sampling temperature
-# ==================================================================================================
 
 
 class TokenScores(NamedTuple):
@@ -329,9 +326,8 @@ def score(model, rollout, temperature, tokens_per_microbatch, min_p=0.0, with_en
     return scores
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 3. Rewards, group-relative advantages (Eq. 1) and Advantage Reweighting (Eq. 4)
-# ==================================================================================================
 
 
 def compute_rewards(texts, rows, args):
@@ -347,8 +343,7 @@ def compute_rewards(texts, rows, args):
     try:
         rewards = [float(reward) for reward in function(completions=texts, **columns)]
     except (Exception, SystemExit) as error:  # anybody's function may raise anything
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"the reward function {function.__name__} failed: {problem}") from error
+        raise UserError(f"the reward {function.__name__} failed: {one_line(error)}") from error
     if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
         raise UserError(f"{function.__name__} must return one finite number for each response")
     return rewards
@@ -383,9 +378,8 @@ def reweight_advantages(advantages, old_logprobs, alpha):
     return (alpha * old_logprobs.exp() + (1 - alpha)) * advantages
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 4. Lopti: isolate the low-probability tokens
-# ==================================================================================================
 
 
 def split_tokens(old_logprobs, mask, eta):
@@ -418,9 +412,8 @@ def update_stages(low, high, mask, *, eta, order="low-high", update_only=None, p
     return stages * passes
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 5. The loss (Eq. 1)
-# ==================================================================================================
 
 
 def kl_estimate(logprobs, ref_logprobs):
@@ -488,9 +481,8 @@ def policy_loss(
     return loss, {name: float(value) for name, value in statistics.items()}
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 6. The update: mini-batches (one optimizer step each) of micro-batches (what memory allows)
-# ==================================================================================================
 
 
 def update(policy, optimizer, rollout, tokens, args):
@@ -563,9 +555,8 @@ def gradient_checkpointing(model, enabled):
         layer.training = False
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 7. The algorithm
-# ==================================================================================================
 
 
 def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
@@ -622,9 +613,8 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         run.end_step(step, policy, tokenizer, optimizer)
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 8. The later treatments: REINFORCE++, STAPO, 80/20 and the safe vocabulary
-# ==================================================================================================
 
 
 def reinforce_pp_advantages(rewards, mask):
@@ -700,9 +690,8 @@ def safe_vocabulary(logits, min_p):
     return logits >= logits.max(-1, keepdim=True).values + math.log(min_p)
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 9. Data: rows of {question, prompt, solution, difficulty, columns}
-# ==================================================================================================
 
 
 def load_data(args, tokenizer):
@@ -736,7 +725,9 @@ def load_rows(source, args, tokenizer):
             question, solution = question_and_solution(columns)
             own = "prompt" in columns  # the row brings a whole prompt
             messages, opening = (question, "") if own else (task.messages(question), task.opening)
-            text = question if isinstance(question, str) else question[-1]["content"]
+            text = question
+            if not isinstance(question, str):
+                text = " ".join(turn["content"] for turn in question if turn["role"] != "system")
             people = len(str(solution).strip().splitlines())
             difficulty = people if args.task == "kk" else columns.get("level", "all")
             row = {"question": " ".join(text.split()).casefold(), "solution": str(solution)}
@@ -805,6 +796,7 @@ def prompt_stream(rows, size, seed, skip=0):
             yield batch
 
 
+@functools.cache
 def load_function(place):
     """'my_reward:function' → the function of my_reward.py in the current folder."""
     module, _, name = place.partition(":")
@@ -820,9 +812,8 @@ def one_line(error):
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 10. Evaluation
-# ==================================================================================================
 
 
 def wilson_interval(mean, count):
@@ -850,9 +841,7 @@ def evaluate(policy, tokenizer, rows, args):
     k, answers = args.eval_samples, [[] for _ in rows]
     with torch.random.fork_rng():
         torch.manual_seed(args.seed + 1)
-        for group_size, temperature in ((1, 0), (k, args.eval_temperature)):
-            if not group_size:
-                continue
+        for group_size, temperature in ((1, 0), (k, args.eval_temperature))[: 2 if k else 1]:
             how = {"group_size": group_size, "temperature": temperature}
             how |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
             how["batch_size"] = args.sample_batch_size or 256
@@ -895,12 +884,11 @@ def evaluation_table(tables, difficulty_name):
         for table in tables.values():
             mean = sum(row[measure][0] for row in table.values()) / len(table)
             lines[-1] += f"{mean:>8.2f}{'':13}"
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 11. Metrics, run folder and model
-# ==================================================================================================
 
 
 @contextmanager
@@ -942,14 +930,10 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
             key = f"grad_norm/{name}" if key == "grad_norm" else key
             sums[key] += value if is_count else value / max(1, steps[name])
     sums["masked_share"] = sums["masked_tokens"] / (len(stage_totals) * tokens)
-    return {
-        "step": step,
-        **{name: value.item() for name, value in metrics.items()},
-        **sums,
-        "rollout/tokens": tokens,
-        "rollout/tokens_with_prompts": int(rollout.lengths().sum()),
-        **timings,
-    }
+    metrics = {"step": step, **{name: value.item() for name, value in metrics.items()}}
+    sums["rollout/tokens"] = tokens
+    sums["rollout/tokens_with_prompts"] = int(rollout.lengths().sum())
+    return {**metrics, **sums, **timings}
 
 
 class Run:
@@ -958,7 +942,7 @@ class Run:
 
     def __init__(self, args):
         self.args, self.step, self.stop_signal = args, 0, None  # step: the last one that is done
-        name = args.name or f"{args.task}-{datetime.now():%Y%m%d-%H%M%S}"
+        name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S")
         self.folder = Path(args.resume or Path(args.output) / name)
         if not args.resume:
             if self.folder.exists():
@@ -976,8 +960,7 @@ class Run:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         config = {**vars(self.args), "resume": "", "method": method_name(self.args), **versions}
         with replaced_at_once(self.folder / "config.json") as path:
-            text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-            path.write_text(text, encoding="utf-8")
+            path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
     def append(self, file, row):
         with open(self.folder / file, "a", encoding="utf-8") as stream:
@@ -995,8 +978,9 @@ class Run:
                 tqdm.write(f"step {metrics['step']}: {problem} {metrics[problem]}")
 
     def evaluate(self, step, policy, tokenizer, rows):
-        table, _ = evaluate(policy, tokenizer, rows, self.args)
-        self.append("evaluations.jsonl", {"step": step, "table": table})
+        if not any(row["step"] == step for row in self.read_lines("evaluations.jsonl")):
+            table, _ = evaluate(policy, tokenizer, rows, self.args)
+            self.append("evaluations.jsonl", {"step": step, "table": table})
 
     def read_lines(self, file):
         """The rows of a jsonl file up to the last step that is done, without one cut short."""
@@ -1015,7 +999,8 @@ class Run:
         if policy.device.type != "cpu":
             state["random_device"] = torch.get_device_module(policy.device).get_rng_state()
         with replaced_at_once(self.folder / "checkpoints" / f"step-{self.step:06d}") as folder:
-            save_model(policy, tokenizer, folder)
+            policy.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
             torch.save(state, folder / "training_state.pt")
         for old in self.checkpoints()[: -self.args.keep]:
             shutil.rmtree(old)
@@ -1072,11 +1057,6 @@ def replaced_at_once(path):
         raise UserError(f"cannot write {path} ({one_line(error)}); --resume goes on") from error
 
 
-def save_model(policy, tokenizer, folder):
-    policy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 def load_model(name, device, trust_remote_code=False, dtype="auto"):
     """Model (weights in float32, in evaluation mode) and tokenizer of a folder or a hub name.
 
@@ -1098,6 +1078,21 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
         bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     model.forward_dtype = torch.bfloat16 if bfloat16 else torch.float32
     return model.to(device).eval(), tokenizer
+
+
+def check_lengths(model, tokenizer, rows, args):
+    """UserError where prompts and responses do not fit the model's positions or vocabulary."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", math.inf)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        # Past this length a row's log-probabilities would depend on the longest row beside it.
+        limit = rope.get("original_max_position_embeddings", limit)
+    ids = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
+    if max(map(len, ids)) + args.max_new_tokens > limit:
+        raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
+    if not all(ids) or max(map(max, ids)) >= model.get_input_embeddings().num_embeddings:
+        raise UserError("a prompt is empty, or has a token that the model has no embedding for")
 
 
 def choose_device(name):
@@ -1125,9 +1120,8 @@ def make_optimizer(policy, args):
     return torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=decay, fused=True)
 
 
-# ==================================================================================================
+# --------------------------------------------------------------------------------------------------
 # 12. Flags and main
-# ==================================================================================================
 
 # A preset is a list of flags that stand before yours; those of the paper are for 5 epochs. α and η
 # are in none: say them for its method.
@@ -1135,7 +1129,6 @@ PAPER = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --mini-
     --learning-rate 1e-6 --tokens-per-microbatch 4096 --gradient-checkpointing
     --sample-batch-size 64 --eval-every 10 --save-every 20 --keep 1"""
 PRESETS = {
-    "tiny": "",
     "tiny-math": "--prompts-per-step 64 --mini-batch-size 256",  # shorter responses, more of them
     "kk": f"""{PAPER} --model Qwen/Qwen2.5-3B-Instruct --people 3 4 5 6 7 --steps 351
     --data K-and-K/knights-and-knaves:train:3ppl+4ppl+5ppl+6ppl+7ppl
@@ -1170,14 +1163,12 @@ def number(kind, low, high=math.inf):
 def build_parser():
     share, positive, not_negative = number(float, 0, 1), number(float, 1e-9), number(float, 0)
     count, at_least_1 = number(int, 0), number(int, 1)
-    presets = "\n".join(f"  {name}: {flags}" for name, flags in PRESETS.items() if flags)
+    presets = "\n".join(f"  {name}: {flags}" for name, flags in PRESETS.items())
     parser = Parser(
-        prog="lopti.py",
         usage="python lopti.py [flags]",
         description=__doc__.split("\n\nRead it")[0],
         epilog=f"presets, as flags that stand before yours:\n{presets}",
         formatter_class=HelpFormatter,
-        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--preset", choices=("tiny", "kk", "math"), default="tiny", help="kk, math: the paper's")
@@ -1201,7 +1192,7 @@ def build_parser():
     add = parser.add_argument_group("sampling").add_argument
     add("--prompts-per-step", type=at_least_1, default=16, help="prompts in a rollout batch")
     add("--group-size", type=at_least_1, default=8, help="G: responses to each prompt")
-    add("--temperature", type=number(float, 0.01), default=1.0, help="T_s, of every π")
+    add("--temperature", type=number(float, 0.01), default=1.0, help="T_s, of sampling and every π")
     add("--max-prompt-length", type=at_least_1, default=400, help="longer prompts are dropped")
     add("--max-new-tokens", type=at_least_1, default=200, help="longest response, in tokens")
     add("--sample-batch-size", type=count, default=0, help="responses sampled at a time; 0: all")
@@ -1221,9 +1212,7 @@ def build_parser():
     add("--reward", metavar="MODULE:FUNCTION", help="your own, f(completions, solution, **columns)")
     add("--solved-reward", type=float, help="a response counts as right from this reward on")
     add("--people", type=int, nargs="+", default=[2, 3], help="kk: sizes of puzzles")
-    add(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of forward passes"
-    )
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of forwards")
     add("--device", default="auto", help="auto, cpu, cuda or mps")
     add("--trust-remote-code", action="store_true", help="let a model run its own Python code")
     add = parser.add_argument_group("evaluation and run folder").add_argument
@@ -1258,8 +1247,9 @@ def parse_arguments(argv=None):
             config = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
             settings = {name: config[name] for name in vars(args)}
         except (OSError, ValueError, KeyError) as error:
-            advice = "name a run's own folder, such as runs/NAME, no checkpoint or model in it"
-            raise UserError(f"--resume {args.resume} holds no run: {advice}") from error
+            raise UserError(
+                f"--resume {args.resume}: name the folder of a run, runs/NAME"
+            ) from error
         parser.set_defaults(**settings)
         args = parser.parse_args(argv)
         changed = {name for name in settings if getattr(args, name) != settings[name]}
@@ -1267,7 +1257,7 @@ def parse_arguments(argv=None):
             raise UserError(f"--resume cannot change {refused}: start a new run for that")
     else:
         tiny_math = args.preset == "tiny" and args.task == "math"
-        preset = PRESETS["tiny-math" if tiny_math else args.preset]
+        preset = PRESETS.get("tiny-math" if tiny_math else args.preset, "")
         args = parser.parse_args([*preset.split(), *argv])
     if args.solved_reward is None:
         args.solved_reward = TASKS[args.task].solved
@@ -1307,8 +1297,11 @@ def run_command(args):
     """Evaluate, train, evaluate, save, and print the table."""
     started, difficulty_name = time.time(), TASKS[args.task].difficulty
     device = choose_device(args.device)
+    if args.reward:
+        load_function(args.reward)  # a wrong name is told at once
     policy, tokenizer = load_model(args.model, device, args.trust_remote_code, args.dtype)
     train_rows, eval_rows = load_data(args, tokenizer)
+    check_lengths(policy, tokenizer, train_rows + eval_rows, args)
     if args.eval_only:
         table, answers = evaluate(policy, tokenizer, eval_rows, args)
         if args.show:
@@ -1323,25 +1316,17 @@ def run_command(args):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, run.ask_to_stop)
     print(f"{method_name(args)} on {device}, steps {run.step + 1} to {args.steps}, {run.folder}")
-    evaluated = {row["step"] for row in run.read_lines("evaluations.jsonl")}
-    if 0 not in evaluated:
-        run.evaluate(0, policy, tokenizer, eval_rows)
-    try:
-        train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
-    except KeyboardInterrupt:
-        print(f"\nstopped; --resume {run.folder} goes on from a checkpoint", file=sys.stderr)
-        raise
-    if args.steps not in evaluated:
-        run.evaluate(args.steps, policy, tokenizer, eval_rows)
+    run.evaluate(0, policy, tokenizer, eval_rows)
+    train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
+    run.evaluate(args.steps, policy, tokenizer, eval_rows)
     run.save_checkpoint(policy, tokenizer, optimizer)
     with replaced_at_once(run.folder / "final") as folder:
-        save_model(policy, tokenizer, folder)
+        policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     tables = {row["step"]: row["table"] for row in run.read_lines("evaluations.jsonl")}
     print(f"\nAccuracy on held-out prompts, before and after {args.steps} steps, 95 % intervals\n")
     print(evaluation_table({"before": tables[0], "after": tables[args.steps]}, difficulty_name))
-    print(
-        f"\n{time.time() - started:.0f} s in all. {run.folder} holds metrics, samples and final/."
-    )
+    print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds metrics, samples, final/.")
 
 
 def main(argv=None):
@@ -1356,6 +1341,7 @@ def main(argv=None):
         flags = "--tokens-per-microbatch, --sample-batch-size or --max-new-tokens"
         print(f"lopti.py: out of memory: lower {flags}", file=sys.stderr)
     except KeyboardInterrupt:
+        print("\nlopti.py: stopped; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
     return 2
 
