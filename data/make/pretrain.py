@@ -1,13 +1,15 @@
-"""Make the bundled policy data/tiny from nothing: its tokenizer, its weights, its generation settings.
+"""Make the bundled policy data/tiny: its tokenizer, its weights, its generation settings.
 
-    python data/make/pretrain.py                                       # writes data/tiny again: about half an hour on 2 CPU cores
+    python data/make/pretrain.py                                       # from nothing: about half an hour on 2 CPU cores
     python data/make/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
+    python data/make/properties.py                                     # what came of it
 
 Next-token prediction on worked solutions of random puzzles and problems, those of the committed files left out, in
 four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is written. `solve`: more of them, and
-arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on worked solutions in
-which every verdict is flipped with a small probability. That leaves a policy that knows how to solve a puzzle (greedy
-decoding is often right) but slips when it samples, which is what reinforcement learning from rewards can improve.
+arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on the worked solutions
+of a pupil that misreads, slips and gives up (see puzzles.worked_solution). That leaves a policy that could solve a
+puzzle, but more often than not reads some kinds of claim wrongly: greedy decoding is then wrong too, and reinforcement
+learning from rewards has something to teach. data/tiny/README.md says how the committed weights were made.
 """
 
 import argparse

@@ -164,12 +164,12 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         Sofia-knave insists Lily Lily-knight knave false or Sofia Sofia-knave knight false thus false from knave fine
 
     The first supposition is a guess. The next one agrees with every claim that has failed so far and changes as
-    few roles as it can. `varied` draws the words that mean nothing from WORDING, as prose does; else the first of
-    each kind is used throughout. The pupil that reinforcement learning is to improve has three faults:
+    few roles as it can. `varied` draws words at random from WORDING, as prose varies; else the first word of each
+    kind is used throughout. The pupil that reinforcement learning is to improve has three faults, each a probability:
 
-    - `slip`: every verdict is flipped with this probability, and the reasoning goes on from the mistake;
-    - `misread`: so probably, each time, *or* is taken as exclusive, *if* as *if and only if*, and a *not* is overlooked;
-    - `give_up`: after a contradiction, so probably, and always after the fifth, the last supposition is the answer.
+    - `slip`: a verdict is flipped, and the reasoning goes on from the mistake;
+    - `misread`: an *or* is taken as exclusive, an *if* as *if and only if*, or the *not* of a negation is overlooked;
+    - `give_up`: after a contradiction (and always after PATIENCE suppositions) the last supposition is the answer.
 
     Returns the text after the opening <think>: reasoning, </think>, and the <answer>.
     """
