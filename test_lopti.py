@@ -24,6 +24,7 @@ import sys
 import time
 from ast import literal_eval
 from collections import Counter, defaultdict
+from fractions import Fraction
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub
@@ -32,6 +33,7 @@ import datasets
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -231,29 +233,6 @@ def test_loss_by_finite_differences():
         return lopti.policy_loss(logprobs_of(logits), old, advantages, mask, **settings)[0]
 
     assert torch.autograd.gradcheck(loss, logits.requires_grad_(), eps=1e-6, atol=1e-7)
-
-
-def test_kl_estimate_is_that_of_policy_from_reference():
-    """In expectation over the policy, k3 is KL(π_θ‖π_ref); per token it is never negative."""
-    torch.manual_seed(0)
-    policy, reference = (torch.randn(7).double().log_softmax(-1) for _ in range(2))
-    estimate = lopti.kl_estimate(policy, reference)
-    exact = (policy.exp() * (policy - reference)).sum().item()
-    assert (policy.exp() * estimate).sum().item() == pytest.approx(exact, abs=1e-12)
-    assert (estimate >= 0).all()
-
-
-def test_padding_cannot_reach_the_loss():
-    """Whatever stands in the padding, loss and gradient stay what they are."""
-    mask = torch.tensor([[True, True, False]])
-    old, advantages = torch.tensor([[-1.0, -2.0, -1e9]]), torch.tensor([[1.0, -1.0, 5.0]])
-    results = []
-    for padding in (0.0, 1e9):
-        logprobs = torch.tensor([[-0.9, -2.1, padding]], requires_grad=True)
-        loss, _ = lopti.policy_loss(logprobs, old, advantages, mask)
-        loss.backward()
-        results.append((loss.item(), logprobs.grad.tolist()))
-    assert results[0] == results[1] and math.isfinite(results[0][0])
 
 
 def test_logit_gradient_against_autograd_and_the_bounds_of_proposition_4_2():
@@ -807,16 +786,259 @@ def test_evaluation_counts(monkeypatch):
     assert seen == [(1, 0, 0.01, 9), (4, 0.6, 0.01, 9)]
 
 
-def test_evaluation_leaves_the_random_state_alone():
-    model, args = random_model(), arguments("--max-new-tokens 5 --eval-samples 2")
-    rows, answers = [data_row("Lily", "(1) Lily is a knight")], []
-    for _ in range(2):
-        torch.manual_seed(3)
-        expected = torch.rand(4)
-        torch.manual_seed(3)
-        answers.append(lopti.evaluate(model, TOKENIZER, rows, args)[1])
-        assert torch.equal(torch.rand(4), expected)
-    assert answers[0] == answers[1]
+# ------------------------------------------------------------------- rewards: Knights and Knaves
+
+TRUTH = "(1) Jack is a knight\n(2) Jackson is a knave"
+
+
+def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
+    return rewards.kk_reward([f"{before}<answer>{answer}</answer>"], [truth], **columns)[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (TRUTH, 3.0),
+        ("JACKSON IS A KNAVE.\nJack is\ta  knight", 3.0),  # no matter the case, order and spacing
+        ("Jack is a knight\nJackson is a knight", -0.5),  # complete but wrong
+        ("Jack is a knight", -1.0),  # a name is missing
+        ("Jack is a knight\nJack is a knave", -1.0),  # both roles for one name
+        ("Jack is a knight\nJack is a knave\nJackson is a knave", -1.0),
+        (TRUTH + "\nso there is one knight", -1.0),  # one role word too many
+        ("Both are knights: " + TRUTH, -1.0),  # 'knights' counts as well
+        ("Jack is a knight\nJackson is a knaves", -1.0),  # the count is right, the word is not
+        ("Jackson is a knight\nJackson is a knave", -1.0),  # Jack is not inside Jackson
+        ("(1) Zoey is a knight\n(2) Oliver is a knave", -1.0),  # copied from the prompt's example
+        ("", -1.0),
+    ],
+)
+def test_kk_answer(answer, score):
+    assert kk(answer) == score
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f"<answer>{TRUTH}</answer>",  # thinking never ends
+        f"</think><answer>{TRUTH}",
+        f"</think></think><answer>{TRUTH}</answer>",
+        f"<answer>{TRUTH}</answer></think>",  # wrong order
+        f"</think><answer>{TRUTH}</answer><answer>{TRUTH}</answer>",  # a second answer
+        f"The form is <answer> </answer>.</think><answer>{TRUTH}</answer>",  # copied tags
+        f"<think></think><answer>{TRUTH}</answer>",  # the prompt opened <think> already
+        None,
+        [],
+        [{"role": "assistant", "content": None}],
+    ],
+)
+def test_kk_broken_format(response):
+    assert rewards.kk_reward([response], [TRUTH]) == [-3.0]
+
+
+def test_kk_reads_from_the_prompt_whether_think_is_open():
+    closed, opened = "Who is who?", "Who is who?\nassistant: <think> \n"
+    assert kk(TRUTH, prompts=[opened]) == 3.0 and kk(TRUTH, prompts=[closed]) == -3.0
+    assert kk(TRUTH, before="<think>So </think>", prompts=[closed]) == 3.0
+    assert kk(TRUTH, before="<think>So </think>", prompts=[opened]) == -3.0
+    messages = [{"role": "user", "content": closed}, {"role": "assistant", "content": "<think>"}]
+    assert kk(TRUTH, prompts=[messages]) == 3.0 and kk(TRUTH, prompts=[messages[:1]]) == -3.0
+
+
+def test_kk_names_of_several_words_stay_apart():
+    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave\n(3) Ann is a knave"
+    assert kk(truth, truth=truth) == 3.0
+    assert kk(truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth=truth) == -0.5
+    assert kk(truth.replace("(3) Ann", "(3) Jo Ann"), truth=truth) == -1.0
+    assert kk("Ann is a knight", truth="(1) Jo Ann is a knight") == -1.0
+    one_line = "Zoey is a knight, and Mary Ann is a knave."
+    assert kk("Mary Ann is a knave and Zoey is a knight", truth=one_line) == 3.0
+    with pytest.raises(ValueError, match="row 0 of `solution` does not give each name one role"):
+        kk(truth, truth="(1) Ann is a knight\n(2) Ann is a knave")
+
+
+def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
+    with pytest.raises(ValueError, match="2 completions but 1 entries in `solution`"):
+        rewards.kk_reward(["a", "b"], [TRUTH])
+    with pytest.raises(ValueError, match="1 completions but 2 entries in `prompts`"):
+        rewards.kk_reward(["a"], [TRUTH], prompts=["", ""])
+    with pytest.raises(ValueError, match="1 completions but 0 entries in `solution`"):
+        rewards.math_reward(["a"], [])
+    with pytest.raises(ValueError, match="row 1 of `solution`"):
+        rewards.kk_reward(["a", "b"], [TRUTH, "nobody here"])
+    chat = [{"role": "user", "content": "8"}, {"role": "assistant", "content": r"\boxed{7}"}]
+    assert rewards.math_reward([chat, chat[:1], []], ["7"] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
+
+
+def test_kk_agrees_with_the_published_reward():
+    rows = read_jsonl(shared_file("golden/kk_rewards.jsonl"))
+    ours = rewards.kk_reward([row["response"] for row in rows], [row["solution"] for row in rows])
+    assert ours == [row["score"] for row in rows] and len(rows) == 640
+
+
+# ------------------------------------------------------------------------- rewards: mathematics
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} or \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
+        (r"$\boxed 5$ eggs", "5"),
+        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
+        (r"\boxed{1}</think> I forgot.", None),
+        (r"\boxed{1}</think> \boxed{2}", "2"),
+        (r"\boxed{1} no: \boxed{2", None),
+        (r"\boxed{}", ""),
+        ("the answer is 5", None),
+    ],
+)
+def test_extract_boxed(text, content):
+    assert rewards.extract_boxed(text) == content
+
+
+RIGHT = r"""
+11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
+11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 1.1 \times 10^1
+\frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right)
+-\frac{3}{4} | \frac{-3}{4} | −0.75 | -3/4
+\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3
+\frac{3}{4} | 7.5\cdot10^{-1}
+1200 | 1,200 | 1{,}200 | 1,\!200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
+3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000
+2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3}
+\frac{\pi}{4} | \pi/4 | 0.25\pi | \frac14\cdot\pi | \theta = \frac{π}{4}
+\frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1 | \frac{-3 + \sqrt{33}}{3}
+2001+25i | 25i+2001
+2^{10} | 1024 | 2^{ 10 }
+6 + 5 | 11
+1204_9 | 1204_{9}
+\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3
+\pm 2 | 2, -2 | x = 2 \text{ or } x = -2
+(1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)
+[0, \infty) | \left[0,+\infty\right) | x \in [0, \infty)
+(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1)
+x > 3 | 3 < x
+x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x
+\frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}
+x_1 + x_{2} | x_2 + x_{1}
+y = 2x + 1 | 1 + 2x | y = 1 + 2x
+\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5&0\\0&1\end{bmatrix}
+\text{(B)} | B | (B)
+\text{Monday} | monday
+A,C | \text{C, A}
+7:30 | 7 : 30
+"""
+
+# Right in value, but not answers: what is still to be done, or would be a copy of the question.
+UNFINISHED = r"""
+11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11 + x - x | 11^1
+\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14 | \frac{1 + 2}{4}
+1024 | 2^{10} | 4^5 | 2^5\cdot 2^5
+1000 | 10^1\cdot 10^2 | 5\cdot 2\cdot 10^2
+2104_5 | 427_8 | 279
+279 | 2104_5
+3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3 | (1+2)\sqrt3 | \sqrt9\sqrt3
+\sqrt6 | \sqrt2\cdot\sqrt3
+6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}
+1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
+3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)
+-i | i^3
+-1 | e^{i\pi}
+(4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)
+x > 3 | x > 1 + 2
+x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1
+(x-1)(x+1) | x^2 - 1
+"""
+
+WRONG = r"""
+ABC | CAB
+tea | eat
+3 hours 2 minutes | 2 hours 3 minutes | 3 minutes 2 hours
+0 | 10^{-13}\pi | e^{-40}
+x^{400} | x^{400} + x
+7 = 9 | 5 = 6
+A | \text{(A)}\text{(B)} | B
+\$5 | 5 cents
+5 \text{ a.m.} | 5 \text{ p.m.}
+5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five}
+\binom{8}{2} | \binom{4}{4}
+2\lfloor x\rfloor | \lfloor 2x\rfloor
+\text{two lines} | \text{two lakes}
+\frac{1}{3} | 0.333
+\sqrt{2} | 1.41 | \sqrt[3]{2}
+100000000000000000000 | 100000000000000000001
+40 | 0.4
+1, 1, 2 | 1, 2, 2
+(1,200) | 1200
+(1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2
+[1, 2) | (1, 2]
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | [1, 2]
+x | -x | y | \sqrt{x^2}
+x = 4 | y = 4
+x > 3 | x \ge 3 | x < 3
+9^{9^{9}} | 9^{9^{8^9}}
+1/0 | 2/0
+"""
+
+
+@pytest.mark.parametrize(("table", "right"), [(RIGHT, True), (UNFINISHED, False), (WRONG, False)])
+def test_answers_match(table, right):
+    rows = [line.split(" | ") for line in table.strip().splitlines()]
+    pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
+    assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
+    assert all(rewards.answers_match(expected, expected) for expected, *_ in rows)
+
+
+def test_every_form_of_a_number_is_accepted_and_no_sum_or_product():
+    rng = random.Random(0)
+    for _ in range(300):
+        value = Fraction(rng.randint(-99, 99), rng.choice((1, 2, 4, 5, 8, 10)))
+        top, bottom = value.numerator, value.denominator
+        forms = [str(value), f"x={float(value)}", f"{float(value * 1000)}\\times10^{{-3}}"]
+        if bottom > 1:
+            forms.append(rf"\frac{{{top}}}{{{bottom}}}")
+        if value > 1 < bottom:
+            forms.append(rf"{top // bottom}\frac{{{top % bottom}}}{{{bottom}}}")
+        work = f"{value - 7}+7 {value / 7}\\cdot7 ({value})^1 ({7 * top})/({7 * bottom})".split()
+        assert all(rewards.answers_match(form, str(value)) for form in forms), forms
+        assert not any(rewards.answers_match(form, str(value)) for form in work), work
+
+
+@pytest.mark.parametrize("name", ["math_train", "math_test"])
+def test_copying_the_problem_is_not_answering_it(name):
+    rows = read_jsonl(ROOT / "data" / f"{name}.jsonl")
+    answers = [row["answer"] for row in rows]
+    copies = [row["problem"].removeprefix("What is ").removesuffix("?") for row in rows]
+    assert all(rewards.answers_match(answer, answer) for answer in answers)
+    for form in ("%s", "x = (%s)", r"\frac{%s}{1}\text{ cm}", "%s+0"):
+        boxes = [f"\\boxed{{{form % copy}}}" for copy in copies]
+        assert rewards.math_reward(boxes, answers) == [0.0] * len(rows), form
+
+
+def test_math_agrees_with_two_established_graders():
+    rows = read_jsonl(shared_file("data/math_grading.jsonl"))
+    ours = rewards.math_reward([row["response"] for row in rows], [row["solution"] for row in rows])
+    assert sum(score == row["correct"] for score, row in zip(ours, rows)) >= 0.98 * len(rows)
+
+
+PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_
+\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $
+\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999"""
+
+
+def test_no_text_raises_or_hangs():
+    rng = random.Random(0)
+    pieces = [*PIECES.split(), "1 1/2 ", "\u200f", "\ud800", "\x00"]
+    texts = [piece * (size // len(piece)) + "4" for piece in pieces for size in (290, 990)]
+    texts += ["".join(rng.choices(pieces, k=rng.choice((3, 9, 40)))) for _ in range(2000)]
+    texts += [piece * (10**6 // len(piece)) for piece in (r"\boxed{", "</think>", "{", " ", "9")]
+    for text in texts:
+        start = time.process_time()
+        boxed = [rf"\boxed{{{text}}}", text]
+        assert rewards.math_reward(boxed, ["17", "3x+(1,2)"]) == [0.0, 0.0], text
+        rewards.math_reward(boxed[:1], [text + " "])  # either verdict
+        assert rewards.kk_reward([text, f"</think><answer>{text}</answer>"], [TRUTH] * 2)[0] == -3.0
+        assert time.process_time() - start < 1.0, text[:50]
 
 
 # ------------------------------------------------------------------------------ data
@@ -839,13 +1061,14 @@ def verl(prompt, truth):
     return {"prompt": prompt, "reward_model": {"ground_truth": truth}}
 
 
-TRUTH = {"solution_text_format": LILY}
+KK_TRUTH = {"solution_text_format": LILY}
 ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
-    "K&K": ("kk", {"quiz": "Who?", **TRUTH}, "Who?", LILY),
+    "K&K": ("kk", {"quiz": "Who?", **KK_TRUTH}, "Who?", LILY),
     "TRL": ("kk", {"prompt": user("Who?"), "solution": LILY}, "<|user|>Who?<|assistant|>", LILY),
+    "both": ("kk", {"quiz": "Who?", **KK_TRUTH, "prompt": "Other."}, "Who?", LILY),
     "TRL, text": ("math", {"prompt": "1 + 1 =", "solution": "2"}, "1 + 1 =", "2"),
     "verl": ("math", verl(user("1?"), "1"), "<|user|>1?<|assistant|>", "1"),
-    "verl, rendered": ("kk", verl(user(CHAT), TRUTH), CHAT, LILY),
+    "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
@@ -868,7 +1091,9 @@ def test_every_shape_of_row_in_every_format(tmp_path, shape, suffix):
     training, (loaded,) = load_data(flags)
     assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
     assert loaded["difficulty"] == ("1" if task == "kk" else "all")
-    assert loaded["prompt"] == prompt if "prompt" in row else prompt in loaded["prompt"]
+    own = "prompt" in row and "quiz" not in row
+    assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
+    assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
     answer = f"</think><answer>{solution}</answer>" if task == "kk" else f"\\boxed{{{solution}}}"
     answer = answer if loaded["prompt"].endswith("<think>") else "<think>" + answer
     assert lopti.compute_rewards([answer], [loaded], arguments(flags)) == [
@@ -917,6 +1142,17 @@ def test_long_prompts_are_dropped_and_counted(capsys):
     rows, _ = load_data("--max-prompt-length 75")
     assert "75" in capsys.readouterr().out
     assert rows and all(len(TOKENIZER(row["prompt"])["input_ids"]) <= 75 for row in rows)
+
+
+def test_data_are_read_as_they_are_written(tmp_path):
+    """No dates, floats or lines are made of what is text, a long number, or one line."""
+    problem, path = "Two\u2028lines?", tmp_path / "rows.jsonl"
+    answers = ["2021-03-04", "2021-03-04 05:06:07", 12345678901234567890123, "0.10", "1e3"]
+    rows = [json.dumps({"problem": problem, "answer": x}, ensure_ascii=False) for x in answers]
+    path.write_text("\n".join(rows) + "\n\n", encoding="utf-8")
+    _, loaded = load_data(f"--task math --eval-only --data {path} --eval-data {path}")
+    assert [row["solution"] for row in loaded] == list(map(str, answers))
+    assert all(problem in row["prompt"] for row in loaded)
 
 
 def test_a_data_set_with_configurations_and_splits(tmp_path):
@@ -983,16 +1219,11 @@ def test_real_files_grade_themselves(name):
         assert lopti.load_data(args, TOKENIZER)[0] == []
 
 
-def test_real_puzzles_are_in_our_language():
-    """Every sentence of the public set can be written by our generator, and is in the vocabulary."""
+def test_real_puzzles_are_in_our_vocabulary():
     for people in range(3, 8):
-        rows = read_jsonl(shared_file(f"data/kk_{people}ppl.jsonl"))
-        check_vocabulary([row["quiz"] for row in rows])
-        for row in rows:
-            for name, claim in zip(row["names"], literal_eval(row["statements"])):
-                text = puzzles.claim_text(claim, row["names"])
-                sentences = (form.format(name=name, claim=text) for form in puzzles.ATTRIBUTIONS)
-                assert any(sentence in row["quiz"] for sentence in sentences)
+        check_vocabulary(
+            [row["quiz"] for row in read_jsonl(shared_file(f"data/kk_{people}ppl.jsonl"))]
+        )
 
 
 def is_true(sentence, roles):
@@ -1029,13 +1260,10 @@ def test_worked_solutions_are_right():
         assert rewards.kk_reward([text], [puzzle["solution_text_format"]]) == [3.0]
 
 
-def test_math_files_grade_themselves():
+def test_math_problems_are_disjoint_and_in_our_vocabulary():
     train, test = (read_jsonl(ROOT / f"data/math_{use}.jsonl") for use in ("train", "test"))
     assert not {row["problem"] for row in train} & {row["problem"] for row in test}
-    check_vocabulary([row["problem"] for row in train + test])
-    answers = [row["answer"] for row in train + test]
-    boxed = [f"\\boxed{{{answer}}}" for answer in answers]
-    assert set(rewards.math_reward(boxed, answers)) == {1.0}
+    check_vocabulary([row[key] for row in train + test for key in ("problem", "answer")])
 
 
 def test_bundled_policy_is_small_and_standard():
@@ -1114,7 +1342,7 @@ def wait_for(path, seconds=120):
 
 
 def checkpoints(folder):
-    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 def lasting_metrics(folder):
@@ -1199,7 +1427,7 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(finished_run, tmp_path, nu
     wait_for(folder / "metrics.jsonl")
     os.kill(process.pid, number)
     process.join(120)
-    assert process.exitcode == 130 and f"--resume {folder}" in (tmp_path / "log").read_text()
+    assert process.exitcode == 130 and "--resume" in (tmp_path / "log").read_text()
     done = len(read_jsonl(folder / "metrics.jsonl"))
     assert done < 4 and checkpoints(folder) == [f"step-{done:06d}"]
     assert main(f"--resume {folder} --quiet") == 0
@@ -1225,12 +1453,12 @@ def test_asked_twice_it_stops_at_once(tmp_path):
 
 
 def test_more_steps_with_resume(finished_run, tmp_path):
-    """2 steps and then 2 more are 4 steps; the newest checkpoint stays."""
+    """2 steps and then 2 more are 4 steps, however often there are evaluations."""
     folder = tmp_path / "two"
-    assert main(FLAGS + f"--steps 2 --name two --output {tmp_path}") == 0
+    assert main(FLAGS + f"--steps 2 --eval-every 1 --name two --output {tmp_path}") == 0
     assert main(f"--resume {folder} --steps 4 --keep 1 --quiet") == 0
+    assert lasting_metrics(folder) == lasting_metrics(finished_run)
     assert checkpoints(folder) == ["step-000004"]
-    assert_same_run(folder, finished_run)
 
 
 def refused(capsys, flags):
@@ -1245,13 +1473,16 @@ def refused(capsys, flags):
 
 
 def test_damage_is_named_and_resumed_from_the_checkpoint_before(finished_run, run_copy, capsys):
-    """A checkpoint cut short, or a pickle that would run code; a line of metrics cut short."""
+    """A lost tensor, a pickle that would run code, a state cut short; a line of metrics cut short."""
     shutil.rmtree(run_copy / "final")
     newest = run_copy / "checkpoints" / "step-000004"
-    state = (newest / "training_state.pt").read_bytes()
-    (newest / "training_state.pt").write_bytes(state[: len(state) // 2])
+    tensors = load_file(newest / "model.safetensors")
+    save_file({"other." + name: tensors[name] for name in tensors}, newest / "model.safetensors")
     assert "step-000004" in refused(capsys, f"--resume {run_copy}")
+    save_file(tensors, newest / "model.safetensors", metadata={"format": "pt"})
     torch.save({"step": 4, "code": os.system}, newest / "training_state.pt")
+    assert "step-000004" in refused(capsys, f"--resume {run_copy}")
+    os.truncate(newest / "training_state.pt", 1000)
     assert "step-000004" in refused(capsys, f"--resume {run_copy}")
     shutil.rmtree(newest)
     text = (run_copy / "metrics.jsonl").read_text()
@@ -1272,14 +1503,35 @@ def test_full_disk_leaves_the_last_checkpoint(run_copy, capsys, monkeypatch):
     assert main(f"--resume {run_copy} --steps 5 --quiet") == 0
 
 
+def test_a_run_that_was_killed_before_its_end_ends_alike(finished_run, run_copy):
+    """Between the last step and final/: also the files of the tokenizer."""
+    shutil.rmtree(run_copy / "final")
+    assert main(f"--resume {run_copy} --quiet") == 0
+    assert_same_run(run_copy, finished_run)
+    for path in (finished_run / "final").iterdir():
+        assert path.read_bytes() == (run_copy / "final" / path.name).read_bytes(), path.name
+
+
+def test_a_run_is_continued_by_one_process_at_a_time(run_copy, tmp_path, capsys):
+    process = start(f"--resume {run_copy} --steps 400 --quiet", tmp_path / "log")
+    while len(read_jsonl(run_copy / "metrics.jsonl")) < 5:
+        process.join(0.05)
+    assert str(run_copy) in refused(capsys, f"--resume {run_copy} --steps 400 --quiet")
+    process.kill()
+    process.join()
+    assert main(f"--resume {run_copy} --steps 7 --quiet") == 0  # a crash unlocks it
+
+
 def test_another_task(tmp_path, capsys):
-    """At one mini-batch a step the ratio is 1."""
-    flags = FLAGS + f"--task math --mini-batch-size 0 --eta 0 --output {tmp_path} --name math"
-    assert main(flags) == 0
+    """Every row of metrics has the same columns, also where every mini-batch was skipped."""
+    flags = FLAGS + "--task math --mini-batch-size 0 --eta 0 --max-new-tokens 40 --group-size 2 "
+    assert main(flags + f"--output {tmp_path} --name math") == 0
     assert re.search(r"level +prompts +before +after\ngreedy ", capsys.readouterr().out)
     steps = read_jsonl(tmp_path / "math" / "metrics.jsonl")
-    assert [row["ratio_mean"] for row in steps] == pytest.approx([1] * 4, abs=1e-4)
-    assert abs(steps[0]["kl"]) < 1e-6 < steps[-1]["kl"]  # π_θ is π_ref at the first step only
+    assert {row["optimizer_steps"] for row in steps} == {0, 1}
+    assert len({frozenset(row) for row in steps}) == 1
+    stepped = [row for row in steps if row["optimizer_steps"]]
+    assert all(row["ratio_mean"] == pytest.approx(1, abs=1e-4) for row in stepped)
 
 
 def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
@@ -1292,10 +1544,14 @@ def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_terminal_without_greek(tmp_path):
+def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
     process = start("--help", tmp_path / "log", encoding="ascii")
     process.join(60)
     assert process.exitcode == 0 and "--alpha" in (tmp_path / "log").read_text()
+    command = [sys.executable, ROOT / "lopti.py", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()  # as `| head` does
+    assert process.stderr.read() == ""
 
 
 # ------------------------------------------------------------------------------ errors that a user will make
@@ -1310,65 +1566,95 @@ def edit(path, **changes):
 def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
+    puzzle = {"quiz": "Who?", "solution_text_format": LILY}
     write_jsonl(folder / "columns.jsonl", [{"colour": 1}])
-    write_jsonl(folder / "holes.jsonl", [{"quiz": "Who?", **TRUTH}, {"quiz": "Who?"}])
+    write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
+    write_jsonl(folder / "null.jsonl", [puzzle, {"quiz": "Who?", "solution_text_format": None}])
+    write_jsonl(folder / "silent.jsonl", [{"prompt": "", "solution": LILY}])
     (folder / "broken.jsonl").write_text('{"quiz": \n')
     (folder / "empty.jsonl").touch()
-    for name in ("weightless", "cut", "misshapen", "endless"):
+    (folder / "dangling").symlink_to(folder / "nowhere")
+    changes = {  # of config.json
+        "misshapen": {"hidden_size": 64},
+        "mistyped": {"model_type": "qwen2"},  # which has biases
+        "short": {"max_position_embeddings": 64},
+        "narrow": {"vocab_size": 90},
+        "stretched": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+        },
+        "cut": {},
+        "weightless": {},
+    }
+    for name, changed in changes.items():
         shutil.copytree(TINY, folder / name)
-    (folder / "weightless" / "model.safetensors").unlink()
+        edit(folder / name / "config.json", **changed)
+    edit(folder / "stretched" / "config.json", max_position_embeddings=64)
+    tensors = load_file(TINY / "model.safetensors")
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
+    save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     os.truncate(folder / "cut" / "model.safetensors", 5000)
-    edit(folder / "misshapen" / "config.json", hidden_size=64)
-    edit(folder / "endless" / "tokenizer_config.json", pad_token=None, eos_token=None)
+    (folder / "weightless" / "model.safetensors").unlink()
     named = {path.stem: path for path in folder.iterdir()}
     return named | {"run": finished_run, "runs": finished_run.parent}
+
+
+def exits(completions, **columns):
+    sys.exit(0)
 
 
 ERRORS = {  # the flags: what the sentence must name
     "--alpha 1.5": "--alpha",
     "--eta -0.1": "--eta",
     "--temperature 0": "--temperature",
+    "--temperature 1e-38": "--temperature",
     "--group-size 1": "--group-size",
     "--order sideways": "--order",
     "--bogus": "--bogus",
-    "--update-only low": "--eta",
-    "--people 9": "9",
+    "--update-only low --eta 0": "--eta",
+    "--people 9": "--people",
     "--data nowhere.jsonl": "nowhere.jsonl",
     "--data {empty}": "--data",
-    "--data {columns}": "colour",
+    "--data {columns}": "columns.jsonl",
     "--eval-data {broken}": "broken.jsonl",
     "--data {holes}": "holes.jsonl",
+    "--data {null}": "null.jsonl",
+    "--data {silent} --people 1": "prompt",
     "--model ./nowhere": "./nowhere",
     "--model no/such-model-anywhere": "no/such-model-anywhere",
     "--model {weightless}": "weightless",
     "--model {cut}": "cut",
     "--model {misshapen}": "misshapen",
-    "--model {endless}": "endless",
+    "--model {mistyped}": "mistyped",
+    "--model {narrow}": "embedding",
+    "--model {short}": "--max-new-tokens",
+    "--model {stretched}": "--max-new-tokens",  # beyond it π depends on the rest of the batch
     "--device toaster": "--device",
     "--reward nothing_there:f": "nothing_there",
+    f"--reward {__name__}:exits": "exits",
     "--output {empty}": "empty.jsonl",
+    "--output {dangling}": "dangling",
     "--name finished --output {runs}": "--resume",
     "--resume {run} --steps 3": "--steps",
     "--resume {run} --steps 9 --seed 1": "seed",
     "--resume {runs}": "--resume",
+    "--resume {run}/final": "--resume",
+    "--resume {run}/checkpoints/step-000004": "--resume",
 }
 
 
 @pytest.mark.parametrize("flags", ERRORS)
 def test_errors_end_in_one_sentence_that_names_what_to_change(flags, places, tmp_path, capsys):
-    before = {path: path.read_bytes() for path in places["run"].glob("*.json*")}
+    before = {path: path.read_bytes() for path in places["run"].rglob("*.json*")}
     all_flags = flags.format(**places)
     if "--resume" not in flags:  # a small run in another place, where it is not refused
-        all_flags = FLAGS + f"--name run --output {tmp_path / 'runs'} " + all_flags
+        all_flags = FLAGS + f"--steps 1 --name run --output {tmp_path / 'runs'} " + all_flags
     assert ERRORS[flags] in refused(capsys, all_flags)
-    assert not (tmp_path / "runs").exists()
-    assert before == {path: path.read_bytes() for path in places["run"].glob("*.json*")}
+    assert before == {path: path.read_bytes() for path in places["run"].rglob("*.json*")}
 
 
-@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
-def test_out_of_memory_names_what_to_lower(kind, monkeypatch, capsys, tmp_path):
+def test_out_of_memory_names_what_to_lower(monkeypatch, capsys, tmp_path):
     def full(*inputs, **options):
-        raise kind("out of memory")
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(lopti, "sample", full)
     assert "--tokens-per-microbatch" in refused(capsys, FLAGS + f"--output {tmp_path}")
@@ -1469,22 +1755,15 @@ def test_notebook_runs_with_every_picture(monkeypatch):
     assert [len(cell) for cell in shown(book.cells, "image/png")] == expected
 
 
-def test_plot_draws_what_the_run_folders_hold(finished_run, run_copy, monkeypatch, capsys):
-    """A finished run and one cut short; a wrong folder in one sentence."""
+def test_plot_draws_a_finished_run_and_one_cut_short(finished_run, run_copy, monkeypatch):
     lines = (run_copy / "metrics.jsonl").read_text().splitlines()
     (run_copy / "metrics.jsonl").write_text("\n".join([*lines[:2], lines[2][:50]]))
-    rewarded = [row["reward"] for row in read_jsonl(finished_run / "metrics.jsonl")]
-    panel, accuracy = plot.draw([finished_run, run_copy]).axes[:2]
-    assert [list(line.get_ydata()) for line in panel.lines] == [rewarded, rewarded[:2]]
-    evaluations = read_jsonl(finished_run / "evaluations.jsonl")
-    assert list(accuracy.lines[1].get_xdata()) == [0, 2, 4]  # the markers
-    sampled = [row["table"]["2"]["avg@1"][0] for row in evaluations]
-    assert list(accuracy.lines[1].get_ydata()) == sampled
+    values = [row["reward"] for row in read_jsonl(finished_run / "metrics.jsonl")]
+    curves = plot.draw([finished_run, run_copy]).axes[0].lines
+    assert [list(curve.get_ydata()) for curve in curves] == [values, values[:2]]
     monkeypatch.chdir(run_copy)
     monkeypatch.setattr(sys, "argv", ["plot.py", str(finished_run)])
     assert plot.main() == 0 and Path("plot.png").read_bytes().startswith(b"\x89PNG")
-    monkeypatch.setattr(sys, "argv", ["plot.py", "nowhere"])
-    assert plot.main() == 2 and "nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", [lopti, rewards])
