@@ -45,7 +45,7 @@ def token_centred(advantages, mask, mini_batch_size):
     """
     size = mini_batch_size or len(mask)
     parts = [
-        (values - values[counts].mean()) * counts
+        torch.where(counts, values - values[counts].mean(), 0.0)
         for values, counts in zip(advantages.split(size), mask.split(size))
     ]
     return torch.cat(parts)
