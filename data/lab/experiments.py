@@ -108,7 +108,7 @@ PLAN = [  # (method, seed), in order of importance
     *runs_of(range(3), "low only", *GROUPS["sweeps"]),
 ]
 
-SETTINGS = "--eval-every 4 --eval-samples 4 --quiet"
+SETTINGS = "--eval-every 6 --eval-samples 2 --quiet"
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
 
 # ---- The claims: (what is claimed, method, compared with, +1: more or -1: less; 0: no claim)
