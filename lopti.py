@@ -113,12 +113,12 @@ def sample(
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
     # top_p 0.8 and a repetition penalty, and with those we would not sample from the π we score.
-    how = {"do_sample": False}
+    options = {"do_sample": False}
     if temperature:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        how["min_p"] = min_p or None
-    how |= {"max_new_tokens": max_new_tokens, "eos_token_id": end_ids, "pad_token_id": pad_id}
-    settings = GenerationConfig(**how, repetition_penalty=1.0)
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        options["min_p"] = min_p or None
+    options |= {"max_new_tokens": max_new_tokens, "eos_token_id": end_ids, "pad_token_id": pad_id}
+    settings = GenerationConfig(**options, repetition_penalty=1.0)
     encoded = tokenizer(prompts, add_special_tokens=False)
     encoded = tokenizer.pad(encoded, padding_side="left", return_tensors="pt").to(model.device)
     prompt_ids, prompt_mask = encoded["input_ids"], encoded["attention_mask"]  # (prompts, P)
@@ -178,16 +178,16 @@ def generate_groups(model, ids, mask, group_size, settings, stretch=32):
         if ids.shape[1] > 1:  # `generate` reads the last prompt token itself
             seen = mask[:, :-1]
             positions = (seen.cumsum(1) - 1).clamp(min=0)  # from 0 at the first token after padding
-            how = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
-            model.base_model(ids[:, :-1], attention_mask=seen, **how)
+            options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+            model.base_model(ids[:, :-1], attention_mask=seen, **options)
         ids, mask = ids[rows], mask[rows]
         for start in range(0, settings.max_new_tokens, stretch):
             settings_of_stretch = copy.copy(settings)
             settings_of_stretch.max_new_tokens = min(stretch, settings.max_new_tokens - start)
             for layer in cache.layers:
                 layer.keep(rows, room=stretch)
-            how = {"past_key_values": cache, "generation_config": settings_of_stretch}
-            ids = model.generate(ids, attention_mask=mask, **how)
+            options = {"past_key_values": cache, "generation_config": settings_of_stretch}
+            ids = model.generate(ids, attention_mask=mask, **options)
             new = ids[:, mask.shape[1] :]  # (unfinished responses, new tokens)
             responses[unfinished, start : start + new.shape[1]] = new
             rows = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
@@ -570,19 +570,19 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         rows = [row for row in prompt_rows for _ in range(args.group_size)]  # B of them
         with timed("sampling", device, timings):  # o ~ π_old
             prompts = [row["prompt"] for row in prompt_rows]
-            how = {"group_size": args.group_size, "temperature": args.temperature}
-            how |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
-            rollout = sample(policy, tokenizer, prompts, **how, batch_size=args.sample_batch_size)
+            options = {"group_size": args.group_size, "temperature": args.temperature}
+            options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
+            rollout = sample(
+                policy, tokenizer, prompts, **options, batch_size=args.sample_batch_size
+            )
         with timed("rewarding", device, timings):  # R
-            rewards = torch.tensor(
-                compute_rewards(rollout.texts, rows, args), device=device
-            )  # (B,)
+            rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
         with timed("scoring", device, timings):  # log π_old and log π_ref, before the first update
-            how = (rollout, args.temperature, args.tokens_per_microbatch, args.min_p)
-            old = score(policy, *how)
+            inputs = (rollout, args.temperature, args.tokens_per_microbatch, args.min_p)
+            old = score(policy, *inputs)
             rollout.old_logprobs = old.logprobs  # (B, T)
             if reference is not None:
-                ref = score(reference, *how, with_entropy=False)
+                ref = score(reference, *inputs, with_entropy=False)
                 unsafe = rollout.mask & ~ref.safe  # π_ref = 0 there
                 rollout.ref_logprobs = ref.logprobs.masked_fill(unsafe, -math.inf)  # (B, T)
         with timed("updating", device, timings):
@@ -775,8 +775,8 @@ def render_prompt(tokenizer, messages, opening=""):
         rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
         if tokenizer.chat_template and not rendered:
             try:
-                how = {"tokenize": False, "add_generation_prompt": True}
-                return tokenizer.apply_chat_template(messages, **how) + opening
+                options = {"tokenize": False, "add_generation_prompt": True}
+                return tokenizer.apply_chat_template(messages, **options) + opening
             except TemplateError:  # Gemma's takes no system message: the user's opens with it
                 return render_prompt(tokenizer, [{"role": "user", "content": text}], opening)
         text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
@@ -842,10 +842,10 @@ def evaluate(policy, tokenizer, rows, args):
     with torch.random.fork_rng():
         torch.manual_seed(args.seed + 1)
         for group_size, temperature in ((1, 0), (k, args.eval_temperature))[: 2 if k else 1]:
-            how = {"group_size": group_size, "temperature": temperature}
-            how |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
-            how["batch_size"] = args.sample_batch_size or 256
-            rollout = sample(policy, tokenizer, [row["prompt"] for row in rows], **how)
+            options = {"group_size": group_size, "temperature": temperature}
+            options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
+            options["batch_size"] = args.sample_batch_size or 256
+            rollout = sample(policy, tokenizer, [row["prompt"] for row in rows], **options)
             repeated = [row for row in rows for _ in range(group_size)]
             rewards = compute_rewards(rollout.texts, repeated, args)
             lengths = rollout.mask.sum(1).tolist()
@@ -918,8 +918,8 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": rollout.truncated.float().mean(),
-        "entropy": entropies.sum().double() / tokens,
-        "low_probability_share": low.sum().double() / tokens,
+        "entropy": entropies.sum().item() / tokens,
+        "low_probability_share": low.sum().item() / tokens,
     }
     steps, sums = Counter(), Counter()
     for name, totals in stage_totals:
@@ -930,7 +930,7 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
             key = f"grad_norm/{name}" if key == "grad_norm" else key
             sums[key] += value if is_count else value / max(1, steps[name])
     sums["masked_share"] = sums["masked_tokens"] / (len(stage_totals) * tokens)
-    metrics = {"step": step, **{name: value.item() for name, value in metrics.items()}}
+    metrics = {"step": step, **{name: float(value) for name, value in metrics.items()}}
     sums["rollout/tokens"] = tokens
     sums["rollout/tokens_with_prompts"] = int(rollout.lengths().sum())
     return {**metrics, **sums, **timings}
@@ -1062,11 +1062,11 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
 
     `dtype` is that of the forward passes: auto takes bfloat16 on a GPU that has it, else float32.
     """
-    how = {"trust_remote_code": trust_remote_code}
+    options = {"trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **how)
-        how |= {"dtype": torch.float32, "output_loading_info": True}
-        model, report = AutoModelForCausalLM.from_pretrained(name, **how)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        options |= {"dtype": torch.float32, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(name, **options)
         if report["missing_keys"] or report["mismatched_keys"]:
             raise ValueError("its weights do not fit its config.json")
     except Exception as error:  # whatever the libraries object to
