@@ -572,9 +572,8 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
             prompts = [row["prompt"] for row in prompt_rows]
             options = {"group_size": args.group_size, "temperature": args.temperature}
             options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
-            rollout = sample(
-                policy, tokenizer, prompts, **options, batch_size=args.sample_batch_size
-            )
+            options["batch_size"] = args.sample_batch_size
+            rollout = sample(policy, tokenizer, prompts, **options)
         with timed("rewarding", device, timings):  # R
             rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
         with timed("scoring", device, timings):  # log π_old and log π_ref, before the first update
@@ -1035,8 +1034,7 @@ class Run:
     def end_step(self, step, policy, tokenizer, optimizer):
         """Save where it is due, stop where that was asked for."""
         self.step = step
-        due = self.args.save_every and step % self.args.save_every == 0
-        if due or self.stop_signal:
+        if self.stop_signal or (self.args.save_every and step % self.args.save_every == 0):
             self.save_checkpoint(policy, tokenizer, optimizer)
         if self.stop_signal:
             raise KeyboardInterrupt
