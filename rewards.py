@@ -15,6 +15,7 @@ import cmath
 import math
 import re
 import zlib
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -598,3 +599,54 @@ class Evaluator:
             argument = number(argument * number(self.factor()))
         value = FUNCTIONS[name](argument) if base is None else cmath.log(argument) / cmath.log(base)
         return power(value, exponent)
+
+
+# ==================================================================================================
+# The two tasks: what is asked, and what a response earns
+# ==================================================================================================
+
+KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then \
+answer it. Write your reasoning between <think> and </think>, and after it your final answer \
+between <answer> and </answer>. You will be given a logic puzzle. Once you have worked it out, \
+list who everybody is, one numbered line for each person, like this: <answer> (1) Zoey is a knight
+(2) Oliver is a knave
+(3) Ava is a knight </answer>"""
+
+MATH_REQUEST = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class Task:
+    """How a question becomes a prompt, and what a response earns."""
+
+    reward: object  # f(completions, solution, **columns) -> list of floats
+    solved: float  # a response counts as right from this reward on
+    difficulty: str  # what the tables are split by
+    system: str = ""  # the system message
+    request: str = ""  # what follows the question
+    opening: str = ""  # what the assistant's turn begins with
+
+    def messages(self, question):
+        """A question as a chat."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": question + self.request}]
+
+
+TASKS = {
+    "kk": Task(kk_reward, 3.0, "people", system=KK_SYSTEM_PROMPT, opening="<think>"),
+    "math": Task(math_reward, 1.0, "level", request=f"\n\n{MATH_REQUEST}"),
+}
+
+
+def question_and_solution(row):
+    """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
+    if "quiz" in row:  # K-and-K/knights-and-knaves
+        return row["quiz"], row["solution_text_format"]
+    if "problem" in row:  # DeepScaleR, MATH-500, MATH
+        return row["problem"], row["answer"] if "answer" in row else extract_boxed(row["solution"])
+    if "question" in row:  # GSM8K
+        return row["question"], str(row["answer"]).split("####")[-1].strip()
+    if "reward_model" in row:  # verl: the prompt is chat messages
+        truth = row["reward_model"]["ground_truth"]
+        return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
+    return row["prompt"], row["solution"]  # TRL: the prompt is chat messages, or text
