@@ -48,7 +48,9 @@ def collect(policy, tokenizer, rows, args, seed=0):
         policy, tokenizer, [row["prompt"] for row in rows], group_size=args.group_size,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature,
     )  # fmt: skip
-    rewards = torch.tensor(lopti.judge(rollout.texts, batch, args), device=rollout.mask.device)
+    rewards = torch.tensor(
+        lopti.compute_rewards(rollout.texts, batch, args), device=rollout.mask.device
+    )
     old = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
     rollout.old_logprobs = old.logprobs
     rollout.advantages = (
@@ -90,10 +92,10 @@ def probabilities(model, rollout, args):
 def probabilities_after(policy, stages, rollout, args, optimizer):
     """π of every token after each stage of an update, (B, T) each; the policy itself is left as it is.
 
-    `stages` as `lopti.update_stages` returns them; `optimizer` makes one from parameters.
+    `stages` as `lopti.update_stages` returns them; `optimizer` makes one for a policy.
     """
     trained, results = copy.deepcopy(policy), []
-    steps = optimizer(trained.parameters())
+    steps = optimizer(trained)
     for _, tokens in stages:
         lopti.update(trained, steps, rollout, tokens, args)
         results.append(probabilities(trained, rollout, args))
@@ -113,14 +115,12 @@ def one_free_step(args):
 
 def sgd(rate):
     """Plain gradient descent, as the paper's Fig. 1 has it."""
-    return functools.partial(torch.optim.SGD, lr=rate)
+    return lambda policy: torch.optim.SGD(policy.parameters(), lr=rate)
 
 
 def adamw(args):
     """The optimizer of training, with nothing remembered yet."""
-    return functools.partial(
-        torch.optim.AdamW, lr=args.learning_rate, weight_decay=args.weight_decay
-    )
+    return lambda policy: lopti.make_optimizer(policy, args)
 
 
 # ---- the paper's figures

