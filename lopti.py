@@ -1194,7 +1194,7 @@ def build_parser():
     add("--group-size", type=at_least_1, default=8, help="G: responses to each prompt")
     add("--temperature", type=number(float, 0.01), default=1.0, help="T_s, of sampling and every π")
     add("--max-prompt-length", type=at_least_1, default=400, help="longer prompts are dropped")
-    add("--max-new-tokens", type=at_least_1, default=200, help="longest response, in tokens")
+    add("--max-new-tokens", type=at_least_1, default=256, help="longest response, in tokens")
     add("--sample-batch-size", type=count, default=0, help="responses sampled at a time; 0: all")
     add = parser.add_argument_group("optimisation").add_argument
     add("--learning-rate", type=positive, default=1e-4, help="of AdamW, constant")

@@ -1,198 +1,189 @@
-"""Draw the curves of one or more run folders: reward, accuracy, length, entropy, clip share, and accuracy over time.
+"""Draw the laboratory's two pictures, or the curves of run folders. Needs matplotlib.
 
-    python data/lab/plot.py runs/A runs/B                       # writes plot.png
-    python data/lab/plot.py runs/* --smooth 5 --output my.pdf   # running means; the ending of the name decides the format
+    python data/lab/plot.py                                     # results/training.png, effects.png
+    python data/lab/plot.py runs/A runs/B                       # plot.png
+    python data/lab/plot.py runs/* --smooth 5 --output my.pdf   # running means over 5 steps
 
-It needs matplotlib (pip install matplotlib), which training does not. In a notebook: `plot.draw(["runs/A", "runs/B"])`.
+In a notebook: `plot.draw(["runs/A", "runs/B"])`, `plot.draw_training(lines)`,
+`plot.draw_effects(lines)` with the lines of results/runs.jsonl.
 """
 
 import argparse
 import json
+import math
 import statistics
 import sys
-from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-# Colours of Okabe and Ito, which stay apart for colour-blind readers, without their yellow, which is lost on white.
-# 7 colours and 5 line styles have no common divisor: 35 runs differ from each other.
+import experiments
+import matplotlib
+from matplotlib.figure import Figure
+
+# Colours of Okabe and Ito, which stay apart for colour-blind readers, without their yellow, which
+# is lost on white. 7 colours and 5 line styles have no common divisor: 35 lines differ.
 COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
 LINES = ("-", "--", "-.", ":", (0, (7, 1, 1, 1, 1, 1)))
 MARKERS = ("o", "s", "^", "D", "v")
-FONT = 13  # points, on a picture 16 inches wide
+BAND = "#BBBBBB"
+STYLE = {
+    "font.size": 16,
+    "axes.titlesize": 18,
+    "axes.titlelocation": "left",
+    "lines.linewidth": 2.5,
+}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150}
+matplotlib.rcParams.update(STYLE)
 
-PANELS = (  # title, label of the y axis, what is drawn, over what
-    ("Reward", "mean reward of a response", "reward", "step"),
-    ("Accuracy", "share of right responses", "accuracy", "step"),
-    ("Response length", "mean length (tokens)", "completions/mean_length", "step"),
-    ("Entropy", "mean entropy of a token (nats)", "entropy", "step"),
-    ("Clip share", "clipped tokens (%)", "clipped", "step"),
-    ("Accuracy over time", "share of right responses", "accuracy", "minutes"),
+
+# ---- The laboratory
+
+
+SHOWN = ("AR", "Lopti", "AR + Lopti", "reversed Lopti", "min-p")
+PANELS = {"avg@4": "sampled accuracy", "reward": "reward", "cut": "share cut"}
+
+
+def at_step(lines, method, measure, number):
+    """A measure of every run of a method at its evaluation `number`, mean over the sizes."""
+    runs = [line for line in lines if line["method"] == method]
+    one = [{"evaluations": run["evaluations"][number : number + 1]} for run in runs]
+    return [experiments.held_out(run, measure, last=1) for run in one]
+
+
+def draw_training(lines):
+    """Each method minus GRPO on held-out puzzles, over training.
+
+    The grey band is where the mean of five runs of GRPO itself would lie, 19 times in 20, against
+    that of its ten.
+    """
+    steps = [row["step"] for row in next(x for x in lines if x["method"] == "GRPO")["evaluations"]]
+    figure = Figure(figsize=(16, 6), layout="constrained")
+    for axis, (measure, title) in zip(figure.subplots(1, 3), PANELS.items()):
+        grpo = [at_step(lines, "GRPO", measure, number) for number in range(len(steps))]
+        margins = []
+        for values in grpo:
+            degrees = len(values) - 1
+            t = experiments.critical_value((5, len(values)), ((0, 1),), degrees)
+            margins.append(t * statistics.stdev(values) * math.sqrt(1 / 5 + 1 / len(values)))
+        axis.fill_between(steps, [-margin for margin in margins], margins, color=BAND, alpha=0.5)
+        axis.axhline(0, color="black", linewidth=1)
+        for number, method in enumerate(SHOWN):
+            values = [at_step(lines, method, measure, step) for step in range(len(steps))]
+            if not values[0]:
+                continue
+            means = [statistics.mean(ours) - statistics.mean(g) for ours, g in zip(values, grpo)]
+            style = {"color": COLOURS[1 + number], "linestyle": LINES[number]}
+            axis.plot(steps, means, marker=MARKERS[number], markersize=8, label=method, **style)
+        axis.set(title=f"{title} minus GRPO's", xlabel="training step", xticks=steps)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return figure
+
+
+EFFECTS = ("the paper's cures", "order and groups", "token-centred Â", "steps and their size")
+EFFECTS += ("later treatments", "no reward", "A/A")
+
+
+def draw_effects(lines):
+    """Each method minus GRPO by the three outcomes: mean, Dunnett's interval, every run.
+
+    Blue is surely more, orange surely less. A method that is GRPO lies in the grey band, with five
+    runs and 19 times in 20.
+    """
+    groups = {
+        name: [method for method in experiments.GROUPS[name] if has_runs(lines, method)]
+        for name in EFFECTS
+    }
+    methods = [method for group in groups.values() for method in group]
+    claims = [(method, method, "GRPO", 0) for method in methods]
+    rows, row = {}, 0  # method -> its place, with a gap between groups
+    for group in groups.values():
+        for method in group:
+            rows[method] = row = row + 1
+        row += 0.7 * bool(group)
+    figure = Figure(figsize=(16, 2 + 0.42 * row), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    for axis, outcome in zip(axes, experiments.JUDGED):
+        grpo = experiments.values_of(lines, "GRPO", outcome)
+        effects = experiments.compare(lines, claims, outcome)
+        for method, (difference, half) in effects.items():
+            values = experiments.values_of(lines, method, outcome)
+            singles = [value - statistics.mean(grpo) for value in values]
+            axis.plot(singles, [rows[method]] * len(values), "o", color="#888888", markersize=5)
+            sure = COLOURS[2] if difference > 0 else COLOURS[3]
+            colour = sure if abs(difference) > half else COLOURS[0]
+            axis.errorbar(difference, rows[method], xerr=half, fmt="D", color=colour, markersize=8)
+        per_run = half / math.sqrt(1 / len(values) + 1 / len(grpo))  # the same for all methods
+        margin = per_run * math.sqrt(1 / 5 + 1 / len(grpo))
+        axis.axvspan(-margin, margin, color=BAND, alpha=0.5, linewidth=0)
+        axis.axvline(0, color="black", linewidth=1)
+        axis.set_title(f"{outcome}\nminus GRPO's")
+    axes[0].set_yticks(list(rows.values()), list(rows))
+    axes[0].set_ylim(row + 0.5, 0.3)
+    return figure
+
+
+def has_runs(lines, method):
+    return any(line["method"] == method for line in lines)
+
+
+# ---- Run folders
+
+CURVES = (  # title, what is drawn, over what
+    ("reward", "reward", "step"),
+    ("accuracy", "accuracy", "step"),
+    ("length of a response (tokens)", "completions/mean_length", "step"),
+    ("entropy of a token (nats)", "entropy", "step"),
+    ("clipped tokens (%)", "clipped", "step"),
+    ("accuracy over time (minutes)", "accuracy", "minutes"),
 )
 
 
-class UserError(Exception):
-    """Something that the user can put right: ends the program with one sentence and exit code 2."""
-
-
-def read_lines(path):
-    """The rows of a jsonl file, without a line that a crash or a run still going on has cut short; none if there is no file."""
-    rows = []
-    for line in (
-        path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
-    ):
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
-
-
 def read_run(folder):
-    """The curves of a run folder, each with one value a step; its evaluations, (step, accuracy, avg@k); what to call it."""
-    try:
-        if not folder.is_dir():
-            raise UserError(
-                f"there is no run folder {folder}: give folders that lopti.py has made, such as runs/NAME"
-            )
-        if not (rows := read_lines(folder / "metrics.jsonl")):
-            raise UserError(
-                f"{folder / 'metrics.jsonl'} is missing or holds no step: give the folder of a run that has done at least one step"
-            )
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        run = {
-            name: [row[name] for row in rows]
-            for name in ("step", "reward", "accuracy", "completions/mean_length", "entropy")
-        }
-        run["clipped"] = [
-            100 * (row["clip_ratio/low_mean"] + row["clip_ratio/high_mean"]) for row in rows
-        ]
-        run["minutes"] = [
-            seconds / 60
-            for seconds in accumulate(
-                sum(row[key] for key in row if key.startswith("seconds/")) for row in rows
-            )
-        ]
-        run["held out"] = [
-            (row["step"], statistics.mean(cells[name][0] for cells in row["table"].values()), name)
-            for row in read_lines(folder / "evaluations.jsonl")
-            for name in list(row["table"].values())[0] if name.startswith("avg@")  # mean over difficulties; none without --eval-samples
-        ]  # fmt: skip
-        return run | {"label": f"{config['method']}, seed {config['seed']}", "folder": folder}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{folder} cannot be read as a run folder ({type(error).__name__}: {error}): leave it out or run it again"
-        ) from error
-
-
-def name_apart(runs):
-    """Where runs have the same method and seed, add the folder's name; where that is the same too, its whole path."""
-    for name_of in (lambda folder: folder.resolve().name, str):
-        count = Counter(run["label"] for run in runs)
-        for run in runs:
-            run["label"] += f" ({name_of(run['folder'])})" * (count[run["label"]] > 1)
+    """What to call a run, its steps, and its evaluations as (step, sampled accuracy)."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    steps = experiments.read_lines(folder / "metrics.jsonl")
+    seconds = [sum(step[key] for key in step if key.startswith("seconds/")) for step in steps]
+    for step, time in zip(steps, accumulate(seconds)):
+        step["minutes"] = time / 60
+        clipped = [step.get(f"clip_ratio/{side}_mean", 0) for side in ("low", "high")]
+        step["clipped"] = 100 * sum(clipped)
+    evaluations = [
+        (row["step"], statistics.mean(table[name][0] for table in row["table"].values()))
+        for row in experiments.read_lines(folder / "evaluations.jsonl")
+        for name in next(iter(row["table"].values()))
+        if name.startswith("avg@")
+    ]
+    return f"{config['method']}, seed {config['seed']} ({folder.name})", steps, evaluations
 
 
 def running_mean(values, steps):
-    """The mean of each value and those before it, `steps` in all, fewer at the beginning."""
-    return [
-        statistics.fmean(values[max(0, end - steps) : end]) for end in range(1, len(values) + 1)
-    ]
+    """The mean of each value and those before it, `steps` in all, fewer at the beginning.
+
+    >>> running_mean([1, 2, 3], 2)
+    [1.0, 1.5, 2.5]
+    """
+    ends = range(1, len(values) + 1)
+    return [statistics.fmean(values[max(0, end - steps) : end]) for end in ends]
 
 
 def draw(folders, smooth=1):
-    """A matplotlib figure of the runs in `folders`; its lines are running means over `smooth` steps, its markers never."""
-    if smooth < 1:
-        raise UserError(f"--smooth {smooth} is not a number of steps: give 1 (off) or more")
-    runs = [
-        read_run(folder) for folder in dict.fromkeys(map(Path, folders))
-    ]  # a folder that is given twice counts once
-    name_apart(runs)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-    except ImportError as error:
-        raise UserError(
-            f"matplotlib cannot be imported ({error}): install it with pip install matplotlib"
-        ) from error
-
-    columns = max(1, min(len(runs), 4, 160 // (13 + max(len(run["label"]) for run in runs))))
-    height = 9 + 0.25 * max(
-        0, len(runs) / columns - 4
-    )  # a long legend takes nothing from the panels
-    figure = Figure(
-        figsize=(16, height), dpi=120, layout="constrained"
-    )  # without pyplot: no window, and a notebook's settings stay
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    FigureCanvasAgg(figure)
-    handles = []
-    for axis, (title, label, name, over) in zip(figure.subplots(2, 3).flat, PANELS):
-        for number, run in enumerate(runs):
-            line = {
-                "color": COLOURS[number % len(COLOURS)],
-                "linestyle": LINES[number % len(LINES)],
-            }
-            dots = {
-                "color": line["color"],
-                "marker": MARKERS[number % len(MARKERS)],
-                "markersize": 8,
-                "markeredgecolor": "white",
-            }
-            alone = "." if len(run["step"]) == 1 else ""  # a line of one point would not be seen
-            axis.plot(
-                run[over],
-                running_mean(run[name], smooth),
-                **line,
-                marker=alone,
-                linewidth=1.2 if name == "accuracy" else 2,
-            )
+    """The curves of run folders: lines are training batches, markers held-out puzzles."""
+    runs = [read_run(Path(folder)) for folder in folders]
+    figure = Figure(figsize=(16, 9), layout="constrained")
+    for axis, (title, name, over) in zip(figure.subplots(2, 3).flat, CURVES):
+        for number, (label, steps, evaluations) in enumerate(runs):
+            colour, x = COLOURS[number % len(COLOURS)], [step[over] for step in steps]
+            style = {"color": colour, "linestyle": LINES[number % len(LINES)], "label": label}
+            axis.plot(x, running_mean([step[name] for step in steps], smooth), **style)
             if name == "accuracy":
-                place = dict(zip([0, *run["step"]], [0, *run[over]]))  # of each step on the x axis
-                shown = [
-                    (place[step], value) for step, value, _ in run["held out"] if step in place
-                ]
-                axis.plot(
-                    [x for x, _ in shown], [y for _, y in shown], linestyle="", zorder=3, **dots
-                )
-            if title == "Reward":
-                handles.append(
-                    Line2D(
-                        [],
-                        [],
-                        linewidth=2,
-                        label=run["label"].replace("$", r"\$"),
-                        **(line | dots if run["held out"] else line),
-                    )
-                )
-        axis.set_title(title, fontsize=FONT + 2, loc="left")
-        axis.set_xlabel("training step" if over == "step" else "minutes of training", fontsize=FONT)
-        axis.set_ylabel(label, fontsize=FONT)
-        axis.tick_params(labelsize=FONT)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.xaxis.get_major_locator().set_params(integer=over == "step")
-        axis.set_xlim(
-            -0.03 * axis.get_xlim()[1], axis.get_xlim()[1]
-        )  # from 0, where the evaluation before training stands
-        if title == "Clip share":
-            axis.set_ylim(bottom=0)
-    measures = " or ".join(sorted({name for run in runs for _, _, name in run["held out"]}))
-    notes = [f"Lines: running means over the last {smooth} steps."] * (smooth > 1)
-    notes += [
-        f"Accuracy: lines on training batches, markers on held-out problems ({measures})."
-        if measures
-        else "Accuracy: on training batches."
-    ]
-    figure.suptitle(" ".join(notes), fontsize=FONT)
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=columns,
-        fontsize=FONT,
-        frameon=False,
-        handlelength=4,
-    )
+                place = {0: 0} | {step["step"]: step[over] for step in steps}
+                dots = [(place[step], value) for step, value in evaluations if step in place]
+                marker = {"marker": MARKERS[number % len(MARKERS)], "color": colour}
+                axis.plot(*zip(*dots), linestyle="", markersize=9, **marker) if dots else None
+        axis.set_title(title)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -200,31 +191,26 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="runs/NAME", help="run folders")
-    parser.add_argument(
-        "--output", type=Path, default="plot.png", help="where the picture goes (default: plot.png)"
-    )
-    parser.add_argument(
-        "--smooth",
-        type=int,
-        default=1,
-        help="draw running means over so many steps (default: 1, off)",
-    )
+    add = parser.add_argument
+    add("folders", nargs="*", type=Path, metavar="runs/NAME", help="run folders")
+    add("--output", type=Path, default="plot.png", help="where the picture of run folders goes")
+    add("--smooth", type=int, default=1, help="draw running means over so many steps")
     args = parser.parse_args()
-    output = args.output if args.output.suffix else args.output.with_suffix(".png")
-    try:
-        draw(args.folders, args.smooth).savefig(output)
-        print(f"wrote {output}")
-        return 0
-    except UserError as error:
-        print(f"plot.py: {error}", file=sys.stderr)
-    except (OSError, ValueError) as error:  # ValueError: an ending that matplotlib does not know
-        print(
-            f"plot.py: cannot write {output} ({getattr(error, 'strerror', None) or error}): choose another --output",
-            file=sys.stderr,
-        )
-    return 2
+    if args.folders:
+        try:
+            pictures = {args.output: draw(args.folders, args.smooth)}
+        except OSError as error:
+            sys.exit(f"plot.py: {error}")
+    else:
+        lines, folder = experiments.read_lines(experiments.RESULTS), experiments.RESULTS.parent
+        pictures = {
+            folder / "training.png": draw_training(lines),
+            folder / "effects.png": draw_effects(lines),
+        }
+    for path, figure in pictures.items():
+        figure.savefig(path)
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,13 +1,15 @@
-"""Make the bundled policy data/tiny from nothing: its tokenizer, its weights, its generation settings.
+"""Make the bundled policy data/tiny: its tokenizer, its weights, its generation settings.
 
-    python data/make/pretrain.py                                       # writes data/tiny again: about half an hour on 2 CPU cores
+    python data/make/pretrain.py                                       # from nothing: about half an hour on 2 CPU cores
     python data/make/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
+    python data/make/properties.py                                     # what came of it
 
 Next-token prediction on worked solutions of random puzzles and problems, those of the committed files left out, in
 four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is written. `solve`: more of them, and
-arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on worked solutions in
-which every verdict is flipped with a small probability. That leaves a policy that knows how to solve a puzzle (greedy
-decoding is often right) but slips when it samples, which is what reinforcement learning from rewards can improve.
+arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on the worked solutions
+of a pupil that misreads, slips and gives up (see puzzles.worked_solution). That leaves a policy that could solve a
+puzzle, but more often than not reads some kinds of claim wrongly: greedy decoding is then wrong too, and reinforcement
+learning from rewards has something to teach. data/tiny/README.md says how the committed weights were made.
 """
 
 import argparse
@@ -22,16 +24,21 @@ import time
 from ast import literal_eval
 from pathlib import Path
 
-import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, LlamaConfig, LlamaForCausalLM
-
 import arithmetic
 import puzzles
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 DATA = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(DATA.parent))
-from lopti import MATH_REQUEST, TASKS, render_prompt  # noqa: E402  the prompts of training must be those of pretraining
+from lopti import render_prompt
+from rewards import MATH_REQUEST, TASKS
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -60,11 +67,15 @@ SPACING = (  # applied in this order to the tokens joined by single spaces: (pat
     (r"""(?<= ") """, ""),  # nor after an opening quotation mark
     (r"""(?<=\d) (?=\d)""", ""),  # digits make numbers
     (r"""(?<=\d\.) (?=\d)""", ""),
-    (r""" (?=\(\d\)|</think>|</?answer>|Suppose )""", "\n"),
+    # a worked solution takes a line for each supposition and for each claim
     (
-        r""" (?=[A-Z][a-z]+-(?:knight|knave): )""",
+        rf""" (?=\(\d\)|</think>|</?answer>|(?:{"|".join(puzzles.WORDING["supposition"])}) [A-Z][a-z]+-)""",
         "\n",
-    ),  # a worked solution takes a line for each claim
+    ),
+    (
+        rf""" (?=[A-Z][a-z]+-(?:knight|knave) (?:{"|".join(puzzles.WORDING["saying"])}) )""",
+        "\n",
+    ),
 )
 
 
@@ -84,7 +95,8 @@ def words_to_cover():
               for attribution in puzzles.ATTRIBUTIONS for claim in claims]  # fmt: skip
     texts += [f"{name}-knight {name}-knave" for name in puzzles.NAMES]
     texts += [
-        "Suppose true false iff so ok contradiction",
+        "true false",
+        *(word for words in puzzles.WORDING.values() for word in words),
         "What is The answer is",
         r"\frac \boxed",
         "+ - = * /",
@@ -127,10 +139,31 @@ def build_tokenizer():
     )
 
 
+def with_vocabulary(model, tokenizer, new_tokenizer):
+    """The model for a larger vocabulary: a new word begins as the first word of its kind, or as the sign it replaces."""
+    old_id, rows = tokenizer.get_vocab(), []
+    kind_of = {word: kind for kind, words in puzzles.WORDING.items() for word in words}
+    stand_in = {"saying": ":", "relation": "is"}
+    for word, _ in sorted(new_tokenizer.get_vocab().items(), key=lambda item: item[1]):
+        kind = kind_of.get(word)
+        known = word if word in old_id else stand_in.get(kind) or puzzles.WORDING[kind][0]
+        rows.append(old_id[known])
+    weights = model.state_dict()
+    embedding = model.get_input_embeddings().weight.detach()
+    weights["model.embed_tokens.weight"] = embedding[rows] + 0.1 * embedding.std() * (
+        torch.randn(len(rows), embedding.shape[1])
+    )
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    config = LlamaConfig.from_dict(model.config.to_dict() | {"vocab_size": len(rows)})
+    larger = LlamaForCausalLM(config)
+    larger.load_state_dict(weights)
+    return larger
+
+
 # ---------------------------------------------------------------------------------------------- examples
 
 
-def random_example(tokenizer, rng, people_weights, error_rate, held_out):
+def random_example(tokenizer, rng, people_weights, faults, held_out):
     """(prompt text, response text) of one random puzzle, or problem where `people_weights` is None; never a committed one."""
     while True:
         if people_weights is None:
@@ -144,10 +177,10 @@ def random_example(tokenizer, rng, people_weights, error_rate, held_out):
         if question in held_out:
             continue
         if people_weights is None:
-            response = arithmetic.worked_solution(rng, parts, error_rate)
+            response = arithmetic.worked_solution(rng, parts, **faults)
         else:
             response = puzzles.worked_solution(
-                rng, puzzle["names"], literal_eval(puzzle["statements"]), error_rate
+                rng, puzzle["names"], literal_eval(puzzle["statements"]), **faults
             )
         return render_prompt(
             tokenizer, task.messages(question), task.opening
@@ -240,40 +273,43 @@ def mixed(coin, puzzle_share, quizzes, problems):
         yield next(quizzes if coin.random() < puzzle_share else problems)
 
 
-def lessons(stage, steps, tokenizer, rng, coin, tokens, held_out, error_rate, math_error_rate):
+def lessons(stage, steps, tokenizer, rng, coin, tokens, held_out, puzzle_faults, math_faults):
     """The batches of a stage, of about `tokens` tokens (half as many in arithmetic)."""
 
-    def quizzes(people_weights, error_rate=0.0):
+    def quizzes(people_weights, faults):
         return batches(
             tokenizer,
             rng,
             tokens,
             people_weights=people_weights,
-            error_rate=error_rate,
+            faults=faults,
             held_out=held_out,
         )
 
-    def problems(error_rate=0.0):
+    def problems(faults):
         return batches(
             tokenizer,
             rng,
             tokens // 2,
             people_weights=None,
-            error_rate=error_rate,
+            faults=faults,
             held_out=held_out,
             pool=512,
         )
 
+    if stage != "careless":
+        puzzle_faults, math_faults = {"varied": puzzle_faults["varied"]}, {}
     if stage == "format":
         return itertools.chain(
-            itertools.islice(quizzes({2: 1.0}), steps // 2), quizzes({2: 0.5, 3: 0.5})
+            itertools.islice(quizzes({2: 1.0}, puzzle_faults), steps // 2),
+            quizzes({2: 0.5, 3: 0.5}, puzzle_faults),
         )
-    if stage == "solve":
-        return mixed(coin, 0.7, quizzes({2: 0.3, 3: 0.6, 4: 0.1}), problems())
-    if stage == "arithmetic":
-        return mixed(coin, 0.25, quizzes({2: 0.3, 3: 0.6, 4: 0.1}), problems())
+    puzzle_share = {"solve": 0.7, "arithmetic": 0.25, "careless": 0.75}[stage]
     return mixed(
-        coin, 2 / 3, quizzes({2: 0.4, 3: 0.5, 4: 0.1}, error_rate), problems(math_error_rate)
+        coin,
+        puzzle_share,
+        quizzes({2: 0.35, 3: 0.55, 4: 0.1}, puzzle_faults),
+        problems(math_faults),
     )
 
 
@@ -295,18 +331,16 @@ def main():
     parser.add_argument("--format-steps", type=int, default=800)
     parser.add_argument("--solve-steps", type=int, default=1500)
     parser.add_argument("--arithmetic-steps", type=int, default=2000)
-    parser.add_argument("--careless-steps", type=int, default=250)
-    parser.add_argument(
-        "--error-rate",
-        type=float,
-        default=0.08,
-        help="careless: probability that a verdict is flipped",
-    )
+    parser.add_argument("--careless-steps", type=int, default=400)
+    parser.add_argument("--slip", type=float, default=0.02, help="faults of the careless stage:")
+    parser.add_argument("--misread", type=float, default=0.6, help="see puzzles.worked_solution")
+    parser.add_argument("--give-up", type=float, default=0.1)
+    parser.add_argument("--plain", action="store_true", help="never vary the wording")
     parser.add_argument(
         "--math-error-rate",
         type=float,
         default=0.15,
-        help="careless: probability of a slip in arithmetic",
+        help="probability of a slip in arithmetic",
     )
     parser.add_argument(
         "--tokens", type=int, default=6000, help="tokens in a step, of all processes together"
@@ -371,6 +405,8 @@ def work(rank, args, meeting_point):
         model = LlamaForCausalLM(config)
     else:
         model = LlamaForCausalLM.from_pretrained(args.start)
+        if model.config.vocab_size != len(tokenizer):
+            model = with_vocabulary(model, AutoTokenizer.from_pretrained(args.start), tokenizer)
     if rank == 0:
         print(
             f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens",
@@ -386,8 +422,13 @@ def work(rank, args, meeting_point):
             coin,
             args.tokens // args.processes,
             held_out,
-            args.error_rate,
-            args.math_error_rate,
+            {
+                "slip": args.slip,
+                "misread": args.misread,
+                "give_up": args.give_up,
+                "varied": not args.plain,
+            },
+            {"error_rate": args.math_error_rate},
         )
         # what a stage leaves is kept beside the output, to try the next one again from there
         folder = (

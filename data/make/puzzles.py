@@ -22,12 +22,13 @@ from ast import literal_eval
 from itertools import product
 from pathlib import Path
 
-NAMES = (
-    "Abigail Aiden Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David Elizabeth Ella "
-    "Emily Emma Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James Joseph Liam Lily Logan Lucas "
-    "Luke Mason Matthew Mia Michael Noah Oliver Olivia Owen Penelope Riley Samuel Scarlett Sebastian Sofia "
-    "Sophia Victoria William Zoey"
-).split()
+NAMES = """
+    Abigail Aiden Alexander Amelia Aria Aurora Ava Avery Benjamin Charlotte Chloe Daniel David
+    Elizabeth Ella Emily Emma Ethan Evelyn Grace Harper Henry Isabella Jack Jackson Jacob James
+    Joseph Liam Lily Logan Lucas Luke Mason Matthew Mia Michael Noah Oliver Olivia Owen Penelope
+    Riley Samuel Scarlett Sebastian Sofia Sophia Victoria William Zoey
+"""
+NAMES = NAMES.split()
 
 # How a claim is attributed to its speaker.
 ATTRIBUTIONS = (
@@ -40,12 +41,21 @@ ATTRIBUTIONS = (
 )  # fmt: skip
 OPENING = "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always lie."
 QUESTION = "So who is a knight and who is a knave?"
-CONNECTIVES = {
-    "and": "and",
-    "or": "or",
-    "->": "then",
-    "<=>": "iff",
-}  # as the worked solutions write them
+# Words of a worked solution that do not matter to its outcome: any of a kind will do, as in prose.
+WORDING = {
+    "supposition": "Suppose Assume Imagine Say Consider Try Picture Perhaps",
+    "saying": "says claims states insists argues asserts holds maintains",
+    "conclusion": "so thus hence therefore making meaning altogether accordingly",
+    "relation": "for from by with given since as being",
+    "agreement": "ok fine",
+    "contradiction": "contradiction impossible",
+    "and": "and plus",
+    "or": "or else",
+    "->": "then implies",
+    "<=>": "iff equals",
+}
+WORDING = {kind: words.split() for kind, words in WORDING.items()}
+PATIENCE = 5  # how many suppositions a pupil makes that may give up
 
 
 def role(is_knight):
@@ -142,7 +152,7 @@ def generate_puzzle(rng, people):
     }  # fmt: skip
 
 
-def worked_solution(rng, names, claims, error_rate=0.0):
+def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, varied=True):
     """Reason in the open: suppose roles, check the claims in turn, and on a contradiction suppose something else.
 
     A supposed role is written as one word with the name, and each fact as *subject, supposed role, claimed role,
@@ -150,18 +160,28 @@ def worked_solution(rng, names, claims, error_rate=0.0):
     whole. That is what makes the format learnable by a policy of a million parameters:
 
         Suppose Lily-knight Sofia-knave
-        Lily-knight: Sofia Sofia-knave knave true knight ok
-        Sofia-knave: Lily Lily-knight knave false or Sofia Sofia-knave knight false so false knave ok
+        Lily-knight says Sofia Sofia-knave knave true for knight ok
+        Sofia-knave insists Lily Lily-knight knave false or Sofia Sofia-knave knight false thus false from knave fine
 
     The first supposition is a guess. The next one agrees with every claim that has failed so far and changes as
-    few roles as it can. With `error_rate` > 0 each verdict is flipped with that probability and the reasoning
-    goes on from the mistake: that is the careless pupil that reinforcement learning is to improve.
+    few roles as it can. `varied` draws words at random from WORDING, as prose varies; else the first word of each
+    kind is used throughout. The pupil that reinforcement learning is to improve has three faults, each a probability:
+
+    - `slip`: a verdict is flipped, and the reasoning goes on from the mistake;
+    - `misread`: an *or* is taken as exclusive, an *if* as *if and only if*, or the *not* of a negation is overlooked;
+    - `give_up`: after a contradiction (and always after PATIENCE suppositions) the last supposition is the answer.
 
     Returns the text after the opening <think>: reasoning, </think>, and the <answer>.
     """
 
+    def happens(probability):
+        return rng.random() < probability
+
+    def wording(kind):
+        return rng.choice(WORDING[kind]) if varied else WORDING[kind][0]
+
     def verdict(truth):
-        return bool(truth) != (rng.random() < error_rate)
+        return bool(truth) != happens(slip)
 
     def word(truth):
         return "true" if truth else "false"
@@ -175,44 +195,49 @@ def worked_solution(rng, names, claims, error_rate=0.0):
             truth,
         )
 
+    def check_claim(claim, roles):
+        """The words and the verdict for a whole claim."""
+        kind, *parts = claim
+        if kind in ("telling-truth", "lying"):
+            return check_fact(claim, roles)
+        if kind == "not":  # 'not a knight' is said more shortly as 'a knave'
+            (kind, person), overlooked = parts[0], happens(misread)
+            opposite = {"telling-truth": "lying", "lying": "telling-truth"}
+            return check_fact((kind if overlooked else opposite[kind], person), roles)
+        (first, first_truth), (second, second_truth) = (check_fact(atom, roles) for atom in parts)
+        misreading = {"or": first_truth != second_truth, "->": first_truth == second_truth}
+        truth = combine(kind, first_truth, second_truth)
+        if kind in misreading and happens(misread):
+            truth = misreading[kind]
+        truth = verdict(truth)
+        return f"{first} {wording(kind)} {second} {wording('conclusion')} {word(truth)}", truth
+
     untried = list(product([True, False], repeat=len(names)))
-    failed, lines = set(), []
+    contradicted, lines, suppositions = set(), [], 0
     roles = rng.choice(untried)
     while True:
-        lines.append(
-            "Suppose "
-            + " ".join(f"{name}-{role(is_knight)}" for name, is_knight in zip(names, roles))
-        )
+        suppositions += 1
+        supposed = " ".join(f"{name}-{role(is_knight)}" for name, is_knight in zip(names, roles))
+        lines.append(f"{wording('supposition')} {supposed}")
         contradiction = None
         for speaker, claim in enumerate(claims):
-            if claim[0] == "not":  # 'not a knight' is said more shortly as 'a knave'
-                claim = (
-                    "lying" if claim[1][0] == "telling-truth" else "telling-truth",
-                    claim[1][1],
-                )
-            if claim[0] in CONNECTIVES:
-                (first, first_truth), (second, second_truth) = (
-                    check_fact(atom, roles) for atom in claim[1:]
-                )
-                truth = verdict(combine(claim[0], first_truth, second_truth))
-                checked = f"{first} {CONNECTIVES[claim[0]]} {second} so {word(truth)}"
-            else:
-                checked, truth = check_fact(claim, roles)
+            checked, truth = check_claim(claim, roles)
             consistent = verdict(truth == roles[speaker])
-            supposed = role(roles[speaker])
+            name, speaker_role = names[speaker], role(roles[speaker])
             lines.append(
-                f"{names[speaker]}-{supposed}: {checked} {supposed} {'ok' if consistent else 'contradiction'}"
+                f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')} {speaker_role} "
+                f"{wording('agreement' if consistent else 'contradiction')}"
             )
             if not consistent:
                 contradiction = speaker
                 break
-        if contradiction is None:
+        if contradiction is None or happens(give_up) or (give_up and suppositions == PATIENCE):
             break
-        failed.add(contradiction)
+        contradicted.add(contradiction)
         if roles in untried:
             untried.remove(roles)
         candidates = [
-            r for r in untried if all(claim_is_true(claims[s], r) == r[s] for s in failed)
+            r for r in untried if all(claim_is_true(claims[s], r) == r[s] for s in contradicted)
         ] or untried
         if not candidates:  # only mistakes lead here: begin again
             candidates = untried = list(product([True, False], repeat=len(names)))

@@ -1,0 +1,82 @@
+"""lopti.py as the laboratory runs it: with rewards in its evaluations, and two variants of Â.
+
+python data/lab/variants.py --alpha 0.3                            # as python lopti.py
+python data/lab/variants.py --variant reward-free                  # Â = 1 for every token
+python data/lab/variants.py --variant token-centred --alpha 0.3    # Â minus its token mean
+"""
+
+import argparse
+import copy
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti
+
+evaluate, update, reweight_advantages = lopti.evaluate, lopti.update, lopti.reweight_advantages
+
+
+def evaluate_with_rewards(policy, tokenizer, rows, args):
+    """`lopti.evaluate`, with the mean reward of the sampled answers and the share of them cut."""
+    table, answers = evaluate(policy, tokenizer, rows, args)
+    for difficulty, measures in table.items():
+        sampled = [
+            answer
+            for row, (_, *samples) in zip(rows, answers)
+            for answer in samples
+            if row["difficulty"] == difficulty
+        ]
+        rewards = torch.tensor([reward for _, reward, _ in sampled])
+        cut = sum(length >= args.max_new_tokens for _, _, length in sampled) / len(sampled)
+        mean, half = float(rewards.mean()), 1.96 * float(rewards.std()) / len(rewards) ** 0.5
+        measures["reward"] = (mean, mean - half, mean + half)
+        measures["cut"] = (cut, *lopti.wilson_interval(cut, len(sampled)))
+    return table, answers
+
+
+def token_centred(advantages, mask, mini_batch_size):
+    """Â minus its mean over the response tokens of each mini-batch: (B, T) → (B, T).
+
+    >>> token_centred(torch.tensor([[2., 2.], [-1., 0.]]), torch.tensor([[1, 1], [1, 0]]) > 0, 2)
+    tensor([[ 1.,  1.],
+            [-2.,  0.]])
+    """
+    size = mini_batch_size or len(mask)
+    parts = [
+        torch.where(counts, values - values[counts].mean(), 0.0)
+        for values, counts in zip(advantages.split(size), mask.split(size))
+    ]
+    return torch.cat(parts)
+
+
+def keep_advantages(advantages, old_logprobs, alpha):
+    """In place of Eq. 4, which `update_centred` computes later."""
+    return advantages
+
+
+def update_centred(policy, optimizer, rollout, tokens, args):
+    """`lopti.update` on token-centred advantages, reweighted by Eq. 4."""
+    centred = copy.copy(rollout)
+    advantages = token_centred(rollout.advantages, rollout.mask, args.mini_batch_size)
+    centred.advantages = reweight_advantages(advantages, rollout.old_logprobs, args.alpha)
+    return update(policy, optimizer, centred, tokens, args)
+
+
+def constant_advantages(rewards, group_size):
+    """Â = 1 for every response, whatever its reward."""
+    return torch.ones_like(rewards)
+
+
+VARIANTS = {
+    "reward-free": {"group_advantages": constant_advantages},
+    "token-centred": {"reweight_advantages": keep_advantages, "update": update_centred},
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--variant", choices=VARIANTS)
+    chosen, flags = parser.parse_known_args()
+    vars(lopti).update(VARIANTS.get(chosen.variant, {}), evaluate=evaluate_with_rewards)
+    sys.exit(lopti.main(flags))
