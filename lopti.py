@@ -36,11 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 import torch
 import transformers
 from jinja2 import TemplateError  # what chat templates raise; torch brings it
@@ -52,6 +47,7 @@ from rewards import TASKS, question_and_solution
 
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
+fcntl = importlib.import_module("fcntl") if os.name == "posix" else None  # file locks
 
 
 class UserError(Exception):
@@ -591,15 +587,12 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
                 advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, T)
             rollout.advantages = reweight_advantages(advantages, old.logprobs, args.alpha)  # Eq. 4
             low, high = split_tokens(old.logprobs, rollout.mask, args.eta)
-            stages = update_stages(
-                low,
-                high,
-                rollout.mask,
-                eta=args.eta,
-                order=args.order,
-                update_only=args.update_only,
-                passes=args.passes,
-            )
+            ablations = {
+                "order": args.order,
+                "update_only": args.update_only,
+                "passes": args.passes,
+            }
+            stages = update_stages(low, high, rollout.mask, eta=args.eta, **ablations)
             stage_totals = [
                 (name, update(policy, optimizer, rollout, tokens & old.safe, args))
                 for name, tokens in stages
@@ -703,14 +696,13 @@ def load_data(args, tokenizer):
     for row in training:
         if not any(text in row["question"] or row["question"] in text for text in held_out):
             new.append(row)
-    dropped = len(training) - len(new)
-    print(f"{len(new)} training prompts ({dropped} dropped: they are also for evaluation)")
     chosen, counts = [], Counter()
     for row in sorted(evaluation, key=lambda row: row["difficulty"]):
         counts[row["difficulty"]] += 1
         if counts[row["difficulty"]] <= (args.eval_size or math.inf):
             chosen.append(row)
-    print(f"{len(chosen)} evaluation prompts")
+    dropped = f"{len(training) - len(new)} dropped that are also for evaluation"
+    print(f"{len(new)} training prompts ({dropped}), {len(chosen)} evaluation prompts")
     if not chosen or not (new or args.eval_only):
         raise UserError("no prompts are left: see --data, --eval-data, --people")
     return new, chosen
@@ -722,7 +714,9 @@ def load_rows(source, args, tokenizer):
     try:
         for columns in read_table(str(source)):
             question, solution = question_and_solution(columns)
-            own = "prompt" in columns  # the row brings a whole prompt
+            if not question or solution in (None, ""):
+                raise ValueError("it has no question or no solution")
+            own = question is columns.get("prompt")  # the row brings a whole prompt
             messages, opening = (question, "") if own else (task.messages(question), task.opening)
             text = question
             if not isinstance(question, str):
@@ -750,7 +744,7 @@ def read_table(source):
     kind = Path(source).suffix
     if kind in (".jsonl", ".json"):
         text = Path(source).read_text(encoding="utf-8")
-        return json.loads(text if kind == ".json" else f"[{','.join(text.strip().splitlines())}]")
+        return json.loads(text if kind == ".json" else f"[{','.join(text.strip().split(chr(10)))}]")
     if kind == ".csv":
         with open(source, newline="", encoding="utf-8") as stream:
             return list(csv.DictReader(stream))
@@ -936,12 +930,11 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
 
 
 class Run:
-    """The folder runs/NAME: config.json, metrics.jsonl, samples.jsonl, evaluations.jsonl,
-    checkpoints/, final/."""
+    """The folder runs/NAME: its files config.json and *.jsonl, checkpoints/ and final/."""
 
     def __init__(self, args):
         self.args, self.step, self.stop_signal = args, 0, None  # step: the last one that is done
-        name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S")
+        name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
         self.folder = Path(args.resume or Path(args.output) / name)
         if not args.resume:
             if self.folder.exists():
@@ -993,11 +986,14 @@ class Run:
 
     def save_checkpoint(self, policy, tokenizer, optimizer):
         """Everything that the next step depends on, in checkpoints/step-N; the newest stay."""
+        checkpoint = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        if checkpoint.exists():
+            return
         state = {"step": self.step, "optimizer": optimizer.state_dict()}
         state["random"] = torch.get_rng_state()
         if policy.device.type != "cpu":
             state["random_device"] = torch.get_device_module(policy.device).get_rng_state()
-        with replaced_at_once(self.folder / "checkpoints" / f"step-{self.step:06d}") as folder:
+        with replaced_at_once(checkpoint) as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             torch.save(state, folder / "training_state.pt")
@@ -1009,13 +1005,16 @@ class Run:
         for folder in self.checkpoints()[-1:]:
             model, _ = load_model(folder, "cpu", self.args.trust_remote_code)
             policy.load_state_dict(model.state_dict())
-            file = folder / "training_state.pt"
-            state = torch.load(file, weights_only=True, map_location="cpu")
-            optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["random"])
-            if "random_device" in state and policy.device.type != "cpu":
-                torch.get_device_module(policy.device).set_rng_state(state["random_device"])
-            self.step = state["step"]
+            try:
+                file = folder / "training_state.pt"
+                state = torch.load(file, weights_only=True, map_location="cpu")
+                optimizer.load_state_dict(state["optimizer"])
+                torch.set_rng_state(state["random"])
+                if "random_device" in state and policy.device.type != "cpu":
+                    torch.get_device_module(policy.device).set_rng_state(state["random_device"])
+                self.step = state["step"]
+            except Exception as error:  # whatever the libraries object to
+                raise UserError(f"{file} is damaged: remove {folder} to go on before it") from error
         if self.step > self.args.steps:
             raise UserError(f"{self.folder} has done {self.step} steps: give --steps above that")
         self.write_config()
@@ -1026,9 +1025,8 @@ class Run:
 
     def ask_to_stop(self, number, frame):
         """What Ctrl-C and SIGTERM call: stop after the current step, or at once when asked twice."""
-        if self.stop_signal:
-            raise KeyboardInterrupt
         self.stop_signal = number
+        signal.signal(number, signal.default_int_handler)
         print("\nfinishing this step; once more to stop at once", file=sys.stderr)
 
     def end_step(self, step, policy, tokenizer, optimizer):
@@ -1071,9 +1069,8 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
         raise UserError(f"cannot load the model {name}: {one_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    bfloat16 = dtype == "bfloat16"
-    if dtype == "auto" and torch.device(device).type == "cuda":
-        bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    fast = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported(False)
+    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and fast)
     model.forward_dtype = torch.bfloat16 if bfloat16 else torch.float32
     return model.to(device).eval(), tokenizer
 
@@ -1285,7 +1282,7 @@ def method_name(args):
 
 def show_responses(rows, answers, count):
     """Print `count` evaluation prompts, spread over the difficulties, with their responses."""
-    for i in range(0, len(rows), max(1, len(rows) // count))[:count]:
+    for i in range(0, len(rows), max(1, len(rows) // max(1, count)))[:count]:
         print(f"\n--- {rows[i]['prompt']}\nsolution: {rows[i]['solution']}")
         for number, (text, reward, _) in enumerate(answers[i]):
             print(f"\n[{f'sample {number}' if number else 'greedy'}, reward {reward:g}]\n{text}")
@@ -1302,8 +1299,7 @@ def run_command(args):
     check_lengths(policy, tokenizer, train_rows + eval_rows, args)
     if args.eval_only:
         table, answers = evaluate(policy, tokenizer, eval_rows, args)
-        if args.show:
-            show_responses(eval_rows, answers, args.show)
+        show_responses(eval_rows, answers, args.show)
         print("\n" + evaluation_table({"": table}, difficulty_name))
         return
     torch.manual_seed(args.seed)
@@ -1329,7 +1325,8 @@ def run_command(args):
 
 def main(argv=None):
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # where the terminal has no α
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # where the terminal has no α
     try:
         run_command(parse_arguments(argv))
         return 0
@@ -1341,6 +1338,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("\nlopti.py: stopped; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
+    finally:  # Ctrl-C is Python's own again, for whoever calls this from a notebook
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 2
 
 
