@@ -198,9 +198,7 @@ def test_published_code():
     """The cases that the paper's own code computed."""
     text = shared_file("golden/published_code.json").read_text()
     text = re.sub(r'"(\w+)":', lambda name: f'"{OUR_NAMES.get(name[1], name[1])}":', text)
-    cases = json.loads(text)["cases"]
-    assert len(cases) == 12
-    for case in cases:
+    for case in json.loads(text)["cases"]:
         check_case(case)
 
 
@@ -738,7 +736,7 @@ def test_evaluation_counts(monkeypatch):
     """Always 'Zoey' when greedy, every second time by sampling, at a temperature of its own."""
     names = [("Zoey", "2"), ("Zoey", "2"), ("Liam", "2"), ("Zoey", "3")]
     rows = [data_row("? <think>", f"(1) {name} is a knight", people) for name, people in names]
-    seen = []  # what was asked of sampling
+    seen = []
 
     def fake_sample(model, tokenizer, prompts, *, group_size, temperature, **options):
         seen.append((group_size, temperature, options["min_p"], options["max_new_tokens"]))
@@ -1452,7 +1450,8 @@ def test_another_task_where_no_reward_differs(tmp_path, capsys):
     assert main(flags) == 0
     assert re.search(r"level +prompts +before +after\ngreedy ", capsys.readouterr().out)
     for row in read_jsonl(tmp_path / "math" / "metrics.jsonl"):
-        assert row["optimizer_steps"] == row["policy_loss"] == row["clip_ratio/high_mean"] == 0
+        names = "optimizer_steps policy_loss kl grad_norm/low clip_ratio/high_mean"
+        assert {row[name] for name in names.split()} == {0}
 
 
 def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
@@ -1487,10 +1486,10 @@ def edit(path, **changes):
 def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
-    puzzle = {"quiz": "Who?", "solution_text_format": LILY}
+    puzzle = {"quiz": "Who?", **KK_TRUTH}
     write_jsonl(folder / "columns.jsonl", [{"colour": 1}])
     write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
-    write_jsonl(folder / "null.jsonl", [puzzle, {"quiz": "Who?", "solution_text_format": None}])
+    write_jsonl(folder / "null.jsonl", [puzzle, {**puzzle, "solution_text_format": None}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": "", "solution": LILY}])
     (folder / "broken.jsonl").write_text('{"quiz": \n')
     (folder / "empty.jsonl").touch()
