@@ -715,7 +715,7 @@ def load_rows(source, args, tokenizer):
         for columns in read_table(str(source)):
             question, solution = question_and_solution(columns)
             if not question or solution in (None, ""):
-                raise ValueError("it has no question or no solution")
+                raise ValueError("its prompt or its solution is empty")
             own = question is columns.get("prompt")  # the row brings a whole prompt
             messages, opening = (question, "") if own else (task.messages(question), task.opening)
             text = question

@@ -286,11 +286,11 @@ def held_out(line, measure, last=2):
 
 def mean_over_training(line):
     """Sampled accuracy, mean of all evaluations but the one before training."""
-    return held_out(line, "avg@4", last=len(line["evaluations"]) - 1)
+    return held_out(line, "avg@2", last=len(line["evaluations"]) - 1)
 
 
 OUTCOMES = {  # a run -> a number; the first three are judged
-    "sampled accuracy": lambda line: held_out(line, "avg@4"),
+    "sampled accuracy": lambda line: held_out(line, "avg@2"),
     "reward": lambda line: held_out(line, "reward"),
     "mean over training": mean_over_training,
     "greedy": lambda line: held_out(line, "greedy"),
@@ -393,7 +393,7 @@ def methods_table(lines):
         for line in lines
         if line["method"] == "GRPO"
     ]
-    measures = {"sampled accuracy": "avg@4", "reward": "reward", "greedy": "greedy"}
+    measures = {"sampled accuracy": "avg@2", "reward": "reward", "greedy": "greedy"}
     measures |= {"share cut": "cut", "length": "length"}
 
     def untrained(name, runs):

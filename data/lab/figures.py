@@ -5,11 +5,10 @@ Colours are those of Okabe and Ito, which stay apart for colour-blind readers.
 
 import textwrap
 
+import experiments
 import matplotlib.pyplot as plt
 import numpy as np
 from IPython.display import Markdown
-
-import experiments
 from plot import COLOURS, LINES
 
 BINS = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")

@@ -40,7 +40,7 @@ matplotlib.rcParams.update(STYLE)
 
 
 SHOWN = ("AR", "Lopti", "AR + Lopti", "reversed Lopti", "min-p")
-PANELS = {"avg@4": "sampled accuracy", "reward": "reward", "cut": "share cut"}
+PANELS = {"avg@2": "sampled accuracy", "reward": "reward", "cut": "share cut"}
 
 
 def at_step(lines, method, measure, number):
