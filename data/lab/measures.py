@@ -1,0 +1,258 @@
+"""What the paper's Figs. 1, 2 and 3 measure, on any policy and task: computed here, drawn elsewhere.
+
+`figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as JSON. The notebook calls
+them on the bundled policy, real_model.py on a language model.
+"""
+
+import copy
+import functools
+import itertools
+import math
+
+import numpy as np
+import theory
+import torch
+
+import lopti
+
+EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
+QUANTILES = np.linspace(0.005, 0.995, 34)  # what a violin is drawn from
+
+METHODS = {  # name -> what differs from plain GRPO
+    "GRPO": {},
+    "GRPO, two passes": {"passes": 2},
+    "AR": {"alpha": 0.3},
+    "Lopti": {"eta": 0.5},
+    "AR + Lopti": {"alpha": 0.3, "eta": 0.5},
+}
+
+
+def changed(settings, **changes):
+    """A copy of lopti's arguments or of a Rollout with some attributes changed."""
+    result = copy.copy(settings)
+    vars(result).update(changes)
+    return result
+
+
+# ---- one rollout batch
+
+
+def collect(policy, tokenizer, rows, args, seed=0):
+    """One rollout batch, made as `lopti.train` makes it: sample, judge, score, advantages.
+
+    Returns the rollout, the rewards (B,), the scores of the policy that sampled, and each response's row.
+    """
+    torch.manual_seed(seed)
+    batch = [row for row in rows for _ in range(args.group_size)]
+    rollout = lopti.sample(
+        policy, tokenizer, [row["prompt"] for row in rows], group_size=args.group_size,
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature,
+    )  # fmt: skip
+    rewards = torch.tensor(
+        lopti.compute_rewards(rollout.texts, batch, args), device=rollout.mask.device
+    )
+    old = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
+    rollout.old_logprobs = old.logprobs
+    rollout.advantages = (
+        lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+    )  # (B, T)
+    return rollout, rewards, old, batch
+
+
+def bins_of(pi, mask):
+    """Four masks (B, T): the tokens with π in [0, .25), [.25, .5), [.5, .75), [.75, 1]."""
+    return [mask & (pi >= low) & (pi < high) for low, high in itertools.pairwise(EDGES)]
+
+
+def shares_of(bins, mask):
+    """Which share of all tokens each bin holds."""
+    return [int(tokens.sum()) / int(mask.sum()) for tokens in bins]
+
+
+# ---- what an update does to the probabilities
+
+
+def probabilities(model, rollout, args):
+    """π of every token (B, T) in float64: one update changes many of them by less than float32 can tell."""
+    twin = copy.deepcopy(model).double()
+    for module in twin.modules():
+        if type(module).__name__.endswith("RMSNorm"):  # as it is written it goes through float32
+            module.forward = functools.partial(
+                torch.nn.functional.rms_norm,
+                normalized_shape=module.weight.shape,
+                weight=module.weight,
+                eps=module.variance_epsilon,
+            )
+    scores = lopti.score(
+        twin, rollout, args.temperature, args.tokens_per_microbatch, with_entropy=False
+    )
+    return scores.logprobs.exp()
+
+
+def probabilities_after(policy, stages, rollout, args, optimizer):
+    """π of every token after each stage of an update, (B, T) each; the policy itself is left as it is.
+
+    `stages` as `lopti.update_stages` returns them; `optimizer` makes one for a policy.
+    """
+    trained, results = copy.deepcopy(policy), []
+    steps = optimizer(trained)
+    for _, tokens in stages:
+        lopti.update(trained, steps, rollout, tokens, args)
+        results.append(probabilities(trained, rollout, args))
+    return results
+
+
+def gradient_norm(policy, tokens, rollout, args):
+    """‖∇ loss‖ when only `tokens` are in the loss, before any clip: with a step size of 0 nothing moves."""
+    still = torch.optim.SGD(policy.parameters(), lr=0)
+    return lopti.update(policy, still, rollout, tokens, one_free_step(args)).get("grad_norm", 0.0)
+
+
+def one_free_step(args):
+    """The simplest update: the batch is one mini-batch, and neither a KL nor a clip of the norm changes its gradient."""
+    return changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
+
+
+def sgd(rate):
+    """Plain gradient descent, as the paper's Fig. 1 has it."""
+    return lambda policy: torch.optim.SGD(policy.parameters(), lr=rate)
+
+
+def adamw(args):
+    """The optimizer of training, with nothing remembered yet."""
+    return lambda policy: lopti.make_optimizer(policy, args)
+
+
+# ---- the paper's figures
+
+
+def figure_1(policy, rollout, args, rate):
+    """Fig. 1 on one rollout batch: bins, advantages, gradient norms, and who moves whom after a step of SGD at `rate`.
+
+    "change" holds updates on all tokens (c), on those with π < .25 (e) and on those with π ≥ .75 (f): the mean size of
+    the change of π over all tokens and over each bin, its quantiles by bin, and its correlation with (c).
+    """
+    free, mask = one_free_step(args), rollout.mask
+    before = probabilities(policy, rollout, args)
+    bins = bins_of(before, mask)
+    updates = {"all": mask, "lowest": bins[0], "highest": bins[3]}
+    change = {
+        name: probabilities_after(policy, [(name, tokens)], rollout, free, sgd(rate))[0] - before
+        for name, tokens in updates.items()
+    }
+    return {
+        "tokens": int(mask.sum()),
+        "share": shares_of(bins, mask),
+        "token_mean_of_advantage": float(rollout.advantages[mask].mean()),
+        "advantage": by_bin(rollout.advantages, bins),
+        "norm": {
+            "bins": [gradient_norm(policy, tokens, rollout, args) for tokens in bins],
+            "all": gradient_norm(policy, mask, rollout, args),
+        },
+        "change": {
+            name: {
+                "size": float(values[mask].abs().mean()),
+                "size_by_bin": [float(values[tokens].abs().mean()) for tokens in bins],
+                "correlation": correlation(values[mask], change["all"][mask]),
+                **by_bin(values, bins),
+            }
+            for name, values in change.items()
+        },
+    }
+
+
+def by_bin(values, bins):
+    """The mean of some values (B, T) in each bin, and their quantiles."""
+    samples = [values[tokens].double().cpu().numpy() for tokens in bins]
+    return {
+        "mean": [float(sample.mean()) if len(sample) else math.nan for sample in samples],
+        "quantiles": [
+            np.quantile(sample, QUANTILES).tolist() if len(sample) else [] for sample in samples
+        ],
+    }
+
+
+def correlation(a, b):
+    return float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
+
+
+def figure_2(policy, rollout, args, responses):
+    """Fig. 2, for each token of some responses: π, its entropy H, and the norm of ∇ log π at the logits and at the layers.
+
+    "at_layers": one row for each token, from the embedding's output to the last layer's, all positions taken together.
+    """
+    columns = {name: [] for name in ("probability", "entropy", "at_logits", "at_layers")}
+    for row in responses:
+        part = rollout.part([row])  # one row: no padding
+        ids = torch.cat([part.prompt_ids, part.response_ids], 1)  # (1, P+T)
+        output = policy(ids, output_hidden_states=True)
+        logits = output.logits[0, part.prompt_ids.shape[1] - 1 : -1] / args.temperature  # (T, V)
+        chosen = part.response_ids[0]
+        logprobs = logits.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)  # (T,)
+        columns["probability"] += logprobs.exp().tolist()
+        columns["entropy"] += lopti.entropy(logits.detach()).tolist()
+        columns["at_logits"] += theory.logit_gradient_norm(logits, chosen).tolist()
+        for logprob in logprobs:
+            layers = torch.autograd.grad(logprob, output.hidden_states, retain_graph=True)
+            columns["at_layers"].append([float(layer.norm()) for layer in layers])
+    return columns
+
+
+def figure_3(policy, rollout, args, rate, methods=METHODS):
+    """Fig. 3 on one rollout batch, for one step of SGD at `rate` and for one of a fresh AdamW, norms clipped as in training.
+
+    "risen": the share of the tokens with Â > 0 whose probability rose, by bin of π, for each method. "stages": what each
+    stage of Lopti did to the likely tokens (π ≥ ½, which stage 1 does not touch): the share of those with Â > 0 and of
+    those with Â < 0 whose probability moved the way of their advantage, since before the update, the share that rose, and
+    the mean size of their change.
+    """
+    one_step = changed(args, kl_coef=0.0, mini_batch_size=0)
+    before, advantages = probabilities(policy, rollout, args), rollout.advantages
+    rewarded = [tokens & (advantages > 0) for tokens in bins_of(before, rollout.mask)]
+    likely = lopti.split_tokens(before.log(), rollout.mask, 0.5)[1]
+    result = {}
+    for name, optimizer in (("SGD", sgd(rate)), ("AdamW", adamw(args))):
+        risen, stages = {}, []
+        for method, settings in methods.items():
+            after = updated(policy, rollout, one_step, optimizer, **settings)
+            risen[method] = [share((after[-1] > before)[tokens]) for tokens in rewarded]
+            if method == "Lopti":
+                stages = [
+                    {
+                        "right_way": [
+                            right_way(before, pi, advantages, likely & (advantages > 0)),
+                            right_way(before, pi, advantages, likely & (advantages < 0)),
+                        ],
+                        "risen": share((pi > before)[likely]),
+                        "size": float((pi - before)[likely].abs().mean()),
+                    }
+                    for pi in after
+                ]
+        result[name] = {"risen": risen, "stages": stages}
+    return result
+
+
+def updated(policy, rollout, args, optimizer, alpha=0.0, eta=0.0, passes=1):
+    """π after each stage of an update of the batch by a method."""
+    low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, eta)
+    stages = lopti.update_stages(low, high, rollout.mask, eta=eta, passes=passes)
+    advantages = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
+    return probabilities_after(
+        policy, stages, changed(rollout, advantages=advantages), args, optimizer
+    )
+
+
+def right_way(before, after, advantages, tokens):
+    """Of some tokens with an advantage: the share whose probability moved the way of their advantage."""
+    tokens = tokens & (advantages != 0)
+    return share(((after - before) * advantages > 0)[tokens])
+
+
+def share(hits):
+    return float(hits.double().mean())
+
+
+def rank_correlation(a, b):
+    """Spearman's, for values without ties."""
+    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
+    return float(np.corrcoef(*ranks)[0, 1])
