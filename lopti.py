@@ -36,11 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 import torch
 import transformers
 from jinja2 import TemplateError  # what chat templates raise; torch brings it
@@ -52,6 +47,7 @@ from rewards import TASKS, question_and_solution
 
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
+fcntl = importlib.import_module("fcntl") if os.name == "posix" else None  # file locks
 
 
 class UserError(Exception):
@@ -113,12 +109,12 @@ def sample(
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
     # top_p 0.8 and a repetition penalty, and with those we would not sample from the π we score.
-    how = {"do_sample": False}
+    options = {"do_sample": False}
     if temperature:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        how["min_p"] = min_p or None
-    how |= {"max_new_tokens": max_new_tokens, "eos_token_id": end_ids, "pad_token_id": pad_id}
-    settings = GenerationConfig(**how, repetition_penalty=1.0)
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        options["min_p"] = min_p or None
+    options |= {"max_new_tokens": max_new_tokens, "eos_token_id": end_ids, "pad_token_id": pad_id}
+    settings = GenerationConfig(**options, repetition_penalty=1.0)
     encoded = tokenizer(prompts, add_special_tokens=False)
     encoded = tokenizer.pad(encoded, padding_side="left", return_tensors="pt").to(model.device)
     prompt_ids, prompt_mask = encoded["input_ids"], encoded["attention_mask"]  # (prompts, P)
@@ -178,16 +174,16 @@ def generate_groups(model, ids, mask, group_size, settings, stretch=32):
         if ids.shape[1] > 1:  # `generate` reads the last prompt token itself
             seen = mask[:, :-1]
             positions = (seen.cumsum(1) - 1).clamp(min=0)  # from 0 at the first token after padding
-            how = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
-            model.base_model(ids[:, :-1], attention_mask=seen, **how)
+            options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+            model.base_model(ids[:, :-1], attention_mask=seen, **options)
         ids, mask = ids[rows], mask[rows]
         for start in range(0, settings.max_new_tokens, stretch):
             settings_of_stretch = copy.copy(settings)
             settings_of_stretch.max_new_tokens = min(stretch, settings.max_new_tokens - start)
             for layer in cache.layers:
                 layer.keep(rows, room=stretch)
-            how = {"past_key_values": cache, "generation_config": settings_of_stretch}
-            ids = model.generate(ids, attention_mask=mask, **how)
+            options = {"past_key_values": cache, "generation_config": settings_of_stretch}
+            ids = model.generate(ids, attention_mask=mask, **options)
             new = ids[:, mask.shape[1] :]  # (unfinished responses, new tokens)
             responses[unfinished, start : start + new.shape[1]] = new
             rows = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
@@ -570,19 +566,18 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         rows = [row for row in prompt_rows for _ in range(args.group_size)]  # B of them
         with timed("sampling", device, timings):  # o ~ π_old
             prompts = [row["prompt"] for row in prompt_rows]
-            how = {"group_size": args.group_size, "temperature": args.temperature}
-            how |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
-            rollout = sample(policy, tokenizer, prompts, **how, batch_size=args.sample_batch_size)
+            options = {"group_size": args.group_size, "temperature": args.temperature}
+            options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
+            options["batch_size"] = args.sample_batch_size
+            rollout = sample(policy, tokenizer, prompts, **options)
         with timed("rewarding", device, timings):  # R
-            rewards = torch.tensor(
-                compute_rewards(rollout.texts, rows, args), device=device
-            )  # (B,)
+            rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
         with timed("scoring", device, timings):  # log π_old and log π_ref, before the first update
-            how = (rollout, args.temperature, args.tokens_per_microbatch, args.min_p)
-            old = score(policy, *how)
+            inputs = (rollout, args.temperature, args.tokens_per_microbatch, args.min_p)
+            old = score(policy, *inputs)
             rollout.old_logprobs = old.logprobs  # (B, T)
             if reference is not None:
-                ref = score(reference, *how, with_entropy=False)
+                ref = score(reference, *inputs, with_entropy=False)
                 unsafe = rollout.mask & ~ref.safe  # π_ref = 0 there
                 rollout.ref_logprobs = ref.logprobs.masked_fill(unsafe, -math.inf)  # (B, T)
         with timed("updating", device, timings):
@@ -592,15 +587,12 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
                 advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, T)
             rollout.advantages = reweight_advantages(advantages, old.logprobs, args.alpha)  # Eq. 4
             low, high = split_tokens(old.logprobs, rollout.mask, args.eta)
-            stages = update_stages(
-                low,
-                high,
-                rollout.mask,
-                eta=args.eta,
-                order=args.order,
-                update_only=args.update_only,
-                passes=args.passes,
-            )
+            ablations = {
+                "order": args.order,
+                "update_only": args.update_only,
+                "passes": args.passes,
+            }
+            stages = update_stages(low, high, rollout.mask, eta=args.eta, **ablations)
             stage_totals = [
                 (name, update(policy, optimizer, rollout, tokens & old.safe, args))
                 for name, tokens in stages
@@ -704,14 +696,13 @@ def load_data(args, tokenizer):
     for row in training:
         if not any(text in row["question"] or row["question"] in text for text in held_out):
             new.append(row)
-    dropped = len(training) - len(new)
-    print(f"{len(new)} training prompts ({dropped} dropped: they are also for evaluation)")
     chosen, counts = [], Counter()
     for row in sorted(evaluation, key=lambda row: row["difficulty"]):
         counts[row["difficulty"]] += 1
         if counts[row["difficulty"]] <= (args.eval_size or math.inf):
             chosen.append(row)
-    print(f"{len(chosen)} evaluation prompts")
+    dropped = f"{len(training) - len(new)} dropped that are also for evaluation"
+    print(f"{len(new)} training prompts ({dropped}), {len(chosen)} evaluation prompts")
     if not chosen or not (new or args.eval_only):
         raise UserError("no prompts are left: see --data, --eval-data, --people")
     return new, chosen
@@ -723,7 +714,9 @@ def load_rows(source, args, tokenizer):
     try:
         for columns in read_table(str(source)):
             question, solution = question_and_solution(columns)
-            own = "prompt" in columns  # the row brings a whole prompt
+            if not question or solution in (None, ""):
+                raise ValueError("it has no question or no solution")
+            own = question is columns.get("prompt")  # the row brings a whole prompt
             messages, opening = (question, "") if own else (task.messages(question), task.opening)
             text = question
             if not isinstance(question, str):
@@ -751,7 +744,7 @@ def read_table(source):
     kind = Path(source).suffix
     if kind in (".jsonl", ".json"):
         text = Path(source).read_text(encoding="utf-8")
-        return json.loads(text if kind == ".json" else f"[{','.join(text.strip().splitlines())}]")
+        return json.loads(text if kind == ".json" else f"[{','.join(text.strip().split(chr(10)))}]")
     if kind == ".csv":
         with open(source, newline="", encoding="utf-8") as stream:
             return list(csv.DictReader(stream))
@@ -775,8 +768,8 @@ def render_prompt(tokenizer, messages, opening=""):
         rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
         if tokenizer.chat_template and not rendered:
             try:
-                how = {"tokenize": False, "add_generation_prompt": True}
-                return tokenizer.apply_chat_template(messages, **how) + opening
+                options = {"tokenize": False, "add_generation_prompt": True}
+                return tokenizer.apply_chat_template(messages, **options) + opening
             except TemplateError:  # Gemma's takes no system message: the user's opens with it
                 return render_prompt(tokenizer, [{"role": "user", "content": text}], opening)
         text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
@@ -842,10 +835,10 @@ def evaluate(policy, tokenizer, rows, args):
     with torch.random.fork_rng():
         torch.manual_seed(args.seed + 1)
         for group_size, temperature in ((1, 0), (k, args.eval_temperature))[: 2 if k else 1]:
-            how = {"group_size": group_size, "temperature": temperature}
-            how |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
-            how["batch_size"] = args.sample_batch_size or 256
-            rollout = sample(policy, tokenizer, [row["prompt"] for row in rows], **how)
+            options = {"group_size": group_size, "temperature": temperature}
+            options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
+            options["batch_size"] = args.sample_batch_size or 256
+            rollout = sample(policy, tokenizer, [row["prompt"] for row in rows], **options)
             repeated = [row for row in rows for _ in range(group_size)]
             rewards = compute_rewards(rollout.texts, repeated, args)
             lengths = rollout.mask.sum(1).tolist()
@@ -918,8 +911,8 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
         "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": rollout.truncated.float().mean(),
-        "entropy": entropies.sum().double() / tokens,
-        "low_probability_share": low.sum().double() / tokens,
+        "entropy": entropies.sum().item() / tokens,
+        "low_probability_share": low.sum().item() / tokens,
     }
     steps, sums = Counter(), Counter()
     for name, totals in stage_totals:
@@ -930,19 +923,18 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
             key = f"grad_norm/{name}" if key == "grad_norm" else key
             sums[key] += value if is_count else value / max(1, steps[name])
     sums["masked_share"] = sums["masked_tokens"] / (len(stage_totals) * tokens)
-    metrics = {"step": step, **{name: value.item() for name, value in metrics.items()}}
+    metrics = {"step": step, **{name: float(value) for name, value in metrics.items()}}
     sums["rollout/tokens"] = tokens
     sums["rollout/tokens_with_prompts"] = int(rollout.lengths().sum())
     return {**metrics, **sums, **timings}
 
 
 class Run:
-    """The folder runs/NAME: config.json, metrics.jsonl, samples.jsonl, evaluations.jsonl,
-    checkpoints/, final/."""
+    """The folder runs/NAME: its files config.json and *.jsonl, checkpoints/ and final/."""
 
     def __init__(self, args):
         self.args, self.step, self.stop_signal = args, 0, None  # step: the last one that is done
-        name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S")
+        name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
         self.folder = Path(args.resume or Path(args.output) / name)
         if not args.resume:
             if self.folder.exists():
@@ -994,11 +986,14 @@ class Run:
 
     def save_checkpoint(self, policy, tokenizer, optimizer):
         """Everything that the next step depends on, in checkpoints/step-N; the newest stay."""
+        checkpoint = self.folder / "checkpoints" / f"step-{self.step:06d}"
+        if checkpoint.exists():
+            return
         state = {"step": self.step, "optimizer": optimizer.state_dict()}
         state["random"] = torch.get_rng_state()
         if policy.device.type != "cpu":
             state["random_device"] = torch.get_device_module(policy.device).get_rng_state()
-        with replaced_at_once(self.folder / "checkpoints" / f"step-{self.step:06d}") as folder:
+        with replaced_at_once(checkpoint) as folder:
             policy.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             torch.save(state, folder / "training_state.pt")
@@ -1010,13 +1005,16 @@ class Run:
         for folder in self.checkpoints()[-1:]:
             model, _ = load_model(folder, "cpu", self.args.trust_remote_code)
             policy.load_state_dict(model.state_dict())
-            file = folder / "training_state.pt"
-            state = torch.load(file, weights_only=True, map_location="cpu")
-            optimizer.load_state_dict(state["optimizer"])
-            torch.set_rng_state(state["random"])
-            if "random_device" in state and policy.device.type != "cpu":
-                torch.get_device_module(policy.device).set_rng_state(state["random_device"])
-            self.step = state["step"]
+            try:
+                file = folder / "training_state.pt"
+                state = torch.load(file, weights_only=True, map_location="cpu")
+                optimizer.load_state_dict(state["optimizer"])
+                torch.set_rng_state(state["random"])
+                if "random_device" in state and policy.device.type != "cpu":
+                    torch.get_device_module(policy.device).set_rng_state(state["random_device"])
+                self.step = state["step"]
+            except Exception as error:  # whatever the libraries object to
+                raise UserError(f"{file} is damaged: remove {folder} to go on before it") from error
         if self.step > self.args.steps:
             raise UserError(f"{self.folder} has done {self.step} steps: give --steps above that")
         self.write_config()
@@ -1027,16 +1025,14 @@ class Run:
 
     def ask_to_stop(self, number, frame):
         """What Ctrl-C and SIGTERM call: stop after the current step, or at once when asked twice."""
-        if self.stop_signal:
-            raise KeyboardInterrupt
         self.stop_signal = number
+        signal.signal(number, signal.default_int_handler)
         print("\nfinishing this step; once more to stop at once", file=sys.stderr)
 
     def end_step(self, step, policy, tokenizer, optimizer):
         """Save where it is due, stop where that was asked for."""
         self.step = step
-        due = self.args.save_every and step % self.args.save_every == 0
-        if due or self.stop_signal:
+        if self.stop_signal or (self.args.save_every and step % self.args.save_every == 0):
             self.save_checkpoint(policy, tokenizer, optimizer)
         if self.stop_signal:
             raise KeyboardInterrupt
@@ -1062,20 +1058,19 @@ def load_model(name, device, trust_remote_code=False, dtype="auto"):
 
     `dtype` is that of the forward passes: auto takes bfloat16 on a GPU that has it, else float32.
     """
-    how = {"trust_remote_code": trust_remote_code}
+    options = {"trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **how)
-        how |= {"dtype": torch.float32, "output_loading_info": True}
-        model, report = AutoModelForCausalLM.from_pretrained(name, **how)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        options |= {"dtype": torch.float32, "output_loading_info": True}
+        model, report = AutoModelForCausalLM.from_pretrained(name, **options)
         if report["missing_keys"] or report["mismatched_keys"]:
             raise ValueError("its weights do not fit its config.json")
     except Exception as error:  # whatever the libraries object to
         raise UserError(f"cannot load the model {name}: {one_line(error)}") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-    bfloat16 = dtype == "bfloat16"
-    if dtype == "auto" and torch.device(device).type == "cuda":
-        bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    fast = torch.device(device).type == "cuda" and torch.cuda.is_bf16_supported(False)
+    bfloat16 = dtype == "bfloat16" or (dtype == "auto" and fast)
     model.forward_dtype = torch.bfloat16 if bfloat16 else torch.float32
     return model.to(device).eval(), tokenizer
 
@@ -1287,7 +1282,7 @@ def method_name(args):
 
 def show_responses(rows, answers, count):
     """Print `count` evaluation prompts, spread over the difficulties, with their responses."""
-    for i in range(0, len(rows), max(1, len(rows) // count))[:count]:
+    for i in range(0, len(rows), max(1, len(rows) // max(1, count)))[:count]:
         print(f"\n--- {rows[i]['prompt']}\nsolution: {rows[i]['solution']}")
         for number, (text, reward, _) in enumerate(answers[i]):
             print(f"\n[{f'sample {number}' if number else 'greedy'}, reward {reward:g}]\n{text}")
@@ -1304,8 +1299,7 @@ def run_command(args):
     check_lengths(policy, tokenizer, train_rows + eval_rows, args)
     if args.eval_only:
         table, answers = evaluate(policy, tokenizer, eval_rows, args)
-        if args.show:
-            show_responses(eval_rows, answers, args.show)
+        show_responses(eval_rows, answers, args.show)
         print("\n" + evaluation_table({"": table}, difficulty_name))
         return
     torch.manual_seed(args.seed)
@@ -1331,7 +1325,8 @@ def run_command(args):
 
 def main(argv=None):
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # where the terminal has no α
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # where the terminal has no α
     try:
         run_command(parse_arguments(argv))
         return 0
@@ -1343,6 +1338,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("\nlopti.py: stopped; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
+    finally:  # Ctrl-C is Python's own again, for whoever calls this from a notebook
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 2
 
 
