@@ -1,7 +1,7 @@
-"""What the paper's Figs. 1, 2 and 3 measure, on any policy and task: computed here, drawn elsewhere.
+"""What the paper's figures measure, on any policy and task: computed here, drawn elsewhere.
 
 `figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as JSON. The notebook calls
-them on the bundled policy, real_model.py on a language model.
+them on the bundled policy, real_model.py on a language model. Words, treatments and open questions are the notebook's.
 """
 
 import copy
