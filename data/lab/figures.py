@@ -1,198 +1,465 @@
-"""Drawings of the notebook. What is drawn is computed there; nothing here knows about the method.
+"""Drawings and tables of the notebook. What they show is computed in measures.py and theory.py.
 
-Colours are those of Okabe and Ito, which stay apart for colour-blind readers.
+A "line" is what was measured on one rollout batch, as measures.py and real_model.py make it:
+{"figure_1": ..., "figure_3": ...}, in the first batch also "figure_2".
 """
 
-import textwrap
+import io
 
 import experiments
 import matplotlib.pyplot as plt
+import measures
 import numpy as np
-from IPython.display import Markdown
+import plot
+import theory
+import torch
+from IPython.display import Image, Markdown
+from PIL import Image as Pillow
 from plot import COLOURS, LINES
+
+import lopti
 
 BINS = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
 BIN_COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
-
-plt.rcParams.update(
-    {
-        "font.size": 11,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "figure.dpi": 80,
-        "savefig.bbox": "tight",
-    }
-)
+ORANGE, BLUE, GREY = "#D55E00", "#0072B2", "#999999"
+REAL = measures.RESULTS / "real_model_figures.jsonl"
+REAL_COMMAND = "python data/lab/real_model.py figures --model smollm2"
+CHANGE_LIMITS = (-0.15, 0.15)
+COMPARED = {name: measures.METHODS[name] for name in ("GRPO", "GRPO, two passes", "AR", "Lopti")}
+TICKS = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a logit axis
+plt.rcParams.update({"axes.titlesize": 17, "legend.fontsize": 15, "legend.frameon": False})
 
 
-def bars(axis, names, values, errors=None, *, colours=BIN_COLOURS, digits=2, base=0.0):
-    """One bar for each name with its value written on it; `errors` are halves of intervals."""
-    positions = np.arange(len(names))
-    axis.bar(
-        positions, np.asarray(values) - base, bottom=base, yerr=errors, color=colours, capsize=4
-    )
-    for position, value, error in zip(
-        positions, values, errors if errors is not None else [0] * len(values)
-    ):
-        axis.annotate(
-            f"{value:.{digits}f}",
-            (position, max(value, base) + error),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=9,
-        )
-    axis.set_xticks(positions, names)
+# ---- pictures
 
 
-def grouped_bars(axis, names, groups, errors=None, *, digits=3, base=0.0):
-    """`groups`: label -> one value for each name, drawn side by side."""
+def canvas(rows, columns, height=4.6, **options):
+    """A figure as wide as a slide."""
+    return plt.subplots(rows, columns, figsize=(14, height * rows), layout="constrained", **options)
+
+
+def picture(figure):
+    """The figure as a small PNG: 150 dpi, 64 colours."""
+    stream, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(stream, dpi=150)
+    plt.close(figure)
+    Pillow.open(stream).convert("RGB").quantize(64).save(small, "png", optimize=True)
+    return Image(small.getvalue(), width=1000)
+
+
+def bars(axis, names, groups, *, base=0.0, digits=None, colours=COLOURS):
+    """`groups`: label -> (means, halves of intervals), drawn side by side for each name."""
     width = 0.8 / len(groups)
-    for number, (label, values) in enumerate(groups.items()):
-        positions = np.arange(len(names)) + (number - (len(groups) - 1) / 2) * width
-        error = None if errors is None else errors[label]
-        axis.bar(
-            positions,
-            np.asarray(values) - base,
-            width,
-            bottom=base,
-            yerr=error,
-            color=COLOURS[number],
-            label=label,
-            capsize=3,
-            ecolor="#777777",
-        )
+    for number, (label, (means, halves)) in enumerate(groups.items()):
+        places = np.arange(len(names)) + (number - (len(groups) - 1) / 2) * width
+        heights = np.asarray(means) - base
+        colour = colours if len(groups) == 1 else colours[number]
+        style = {"capsize": 4, "ecolor": "#555555", "label": label}
+        axis.bar(places, heights, width, bottom=base, yerr=halves, color=colour, **style)
+        if digits is not None:
+            for place, mean, half in zip(places, means, np.nan_to_num(halves)):
+                text = f"{mean:.{digits}f}"
+                how = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+                axis.annotate(text, (place, max(mean, base) + half), fontsize=15, **how)
     axis.set_xticks(np.arange(len(names)), names)
-    axis.legend(frameon=False)
 
 
-def violins(axis, samples, names=BINS, colours=BIN_COLOURS):
-    """The distribution of each sample; a line at its mean, a dotted line at 0."""
-    drawn = axis.violinplot(
-        [np.asarray(sample) for sample in samples], showmeans=True, showextrema=False, widths=0.85
-    )
-    for body, colour in zip(drawn["bodies"], colours):
+def violins(axis, by_bin, limits=None):
+    """The distribution of a value in each bin, from its quantiles in every batch."""
+    samples = [np.concatenate(bins) for bins in zip(*(one["quantiles"] for one in by_bin))]
+    drawn = axis.violinplot(samples, showmeans=True, showextrema=False, widths=0.85)
+    for body, colour in zip(drawn["bodies"], BIN_COLOURS):
         body.set(facecolor=colour, alpha=0.7)
     drawn["cmeans"].set_color("black")
     axis.axhline(0, color="black", linewidth=0.8, linestyle=":")
-    axis.set_xticks(range(1, len(names) + 1), names)
+    axis.set_xticks(range(1, 5), BINS)
+    axis.set_ylim(limits)
 
 
-def token_sheet(tokens, probabilities, rows, *, width=100, title=""):
-    """A response as text: each token's background shows its probability, beneath it a line for each of `rows` (name -> texts)."""
-    cells = [
-        max([len(token) + 2, *(len(texts[i]) + 2 for texts in rows.values())])
-        for i, token in enumerate(tokens)
-    ]
-    lines, used = [[]], 0
-    for i, token in enumerate(tokens):
-        if used + cells[i] > width or token == "\n":
-            lines.append([])
-            used = 0
-        if token != "\n":
-            lines[-1].append(i)
-            used += cells[i]
-    lines = [line for line in lines if line]
-    height, map_ = len(rows) + 1.8, plt.get_cmap("cividis")
-    figure, axis = plt.subplots(figsize=(width * 0.125 + 1.4, 0.19 * height * len(lines) + 0.8))
-    for number, line in enumerate(lines):
-        top, x = -number * height, 0
-        for label, (name, _) in enumerate(rows.items(), 1):
-            axis.text(-1, top - label, name, ha="right", va="center", fontsize=8, color="#555555")
-        for i in line:
-            axis.add_patch(
-                plt.Rectangle(
-                    (x, top - 0.5), cells[i] - 0.2, 1.0, color=map_(float(probabilities[i]))
-                )
-            )
-            ink = "white" if probabilities[i] < 0.55 else "black"
-            axis.text(
-                x + cells[i] / 2,
-                top,
-                tokens[i],
-                ha="center",
-                va="center",
-                fontsize=9,
-                family="monospace",
-                color=ink,
-            )
-            for label, texts in enumerate(rows.values(), 1):
-                axis.text(
-                    x + cells[i] / 2,
-                    top - label,
-                    texts[i],
-                    ha="center",
-                    va="center",
-                    fontsize=7.5,
-                    family="monospace",
-                )
-            x += cells[i]
-    axis.set(xlim=(-9, width + 1), ylim=(-height * len(lines) + 0.6, 1.2))
+def logit_axis(axis):
+    """π from 0 to 1, stretched at both ends, where nearly all tokens are."""
+    axis.set_xscale("logit")
+    axis.set_xlim(1e-4, 1 - 1e-5)
+    labels = [f"{tick:g}".removeprefix("0") for tick in TICKS]
+    axis.set_xticks(TICKS, labels, minor=False, fontsize=14)
+    axis.xaxis.set_minor_locator(plt.NullLocator())
+    axis.set_xlabel("π of the token (logit axis)")
+
+
+def token_sheet(tokenizer, rollout, row, *, width=104, lines=3, eta=0.5):
+    """The first lines of a response, each token on its probability's colour; a bar under π < η."""
+    tokens = [tokenizer.decode([token]).strip(" ") for token in rollout.response_ids[row]]
+    pi = rollout.old_logprobs[row].exp().tolist()
+    figure, axis = plt.subplots(figsize=(14, 0.62 * lines + 0.9), layout="constrained")
+    map_, x, line = plt.get_cmap("cividis"), 0, 0
+    for token, probability in zip(tokens, pi):
+        token = token.replace("\n", "↵")
+        size = len(token) + 0.8
+        if x + size > width:
+            x, line = 0, line + 1
+        if line == lines:
+            break
+        colour = map_(probability)
+        axis.add_patch(plt.Rectangle((x, -line - 0.33), size - 0.2, 0.66, color=colour))
+        if probability < eta:
+            axis.plot([x, x + size - 0.2], [-line - 0.42] * 2, color=ORANGE, linewidth=4)
+        how = {"ha": "center", "va": "center", "family": "monospace", "fontsize": 16}
+        ink = "white" if probability < 0.55 else "black"
+        axis.text(x + (size - 0.2) / 2, -line, token, color=ink, **how)
+        x += size
+    axis.set(xlim=(0, width), ylim=(0.5 - lines, 0.5))
     axis.axis("off")
-    axis.set_title(title, loc="left")
     scale = plt.cm.ScalarMappable(cmap=map_, norm=plt.Normalize(0, 1))
-    figure.colorbar(scale, ax=axis, fraction=0.015, pad=0.01, label="probability π of the token")
-    return figure
+    bar = figure.colorbar(scale, ax=axis, location="bottom", aspect=60, fraction=0.12, pad=0.02)
+    bar.set_label("probability π of the token; orange line: π < η = ½")
+    return picture(figure)
 
 
-def band(axis, x, runs, *, label, number=0):
-    """The mean of several runs over x, and the range between the lowest and the highest of them."""
-    runs = np.asarray(runs)
-    axis.plot(
-        x,
-        runs.mean(0),
-        color=COLOURS[number],
-        linestyle=LINES[number % len(LINES)],
-        linewidth=2,
-        label=label,
+def tokens_and_gradients(lines):
+    """Fig. 1 (a) to (d)."""
+    figure, axes = canvas(2, 2)
+    ones = [line["figure_1"] for line in lines]
+    shares = measures.over_batches([[100 * share for share in one["share"]] for one in ones])
+    bars(axes[0, 0], BINS, {"": shares}, colours=BIN_COLOURS, digits=1)
+    axes[0, 0].set(title="(a) how many tokens?", ylabel="% of response tokens")
+    violins(axes[0, 1], [one["advantage"] for one in ones])
+    axes[0, 1].set(title="(b) which advantages?", ylabel="Â")
+    violins(axes[1, 0], [one["change"]["all"] for one in ones], CHANGE_LIMITS)
+    axes[1, 0].set(title="(c) change after an update on all", ylabel="change of π")
+    norms = measures.over_batches([[*one["norm"]["bins"], one["norm"]["all"]] for one in ones])
+    bars(axes[1, 1], [*BINS, "all"], {"": norms}, colours=[*BIN_COLOURS, GREY], digits=3)
+    axes[1, 1].set(title="(d) gradient of the loss on one bin alone", ylabel="‖∇‖")
+    return picture(figure)
+
+
+def who_moves_whom(lines):
+    """Fig. 1 (c), (e), (f) on one scale, and the mean size of the change in each bin."""
+    figure, axes = canvas(2, 2)
+    titles = {"all": "(c) update on all", "lowest": "(e) on π < .25", "highest": "(f) on π ≥ .75"}
+    changes, sizes = [line["figure_1"]["change"] for line in lines], {}
+    for axis, (name, title) in zip(axes.flat, titles.items()):
+        violins(axis, [change[name] for change in changes], CHANGE_LIMITS)
+        axis.set(title=title, ylabel="change of π")
+        sizes[title] = measures.over_batches([change[name]["size_by_bin"] for change in changes])
+    bars(axes[1, 1], BINS, sizes)
+    axes[1, 1].set(title="mean size of the change", yscale="log", ylabel="|change of π|")
+    axes[1, 1].legend(fontsize=13, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
+    return picture(figure)
+
+
+def proposition(tokens, vocabulary_size):
+    """Fig. 2: the cone at the logits, and the norms at the layers."""
+    figure, axes = canvas(1, 2, 5.6)
+    pi = np.clip(tokens["probability"], 0, 1 - 1e-6)
+    grid = torch.tensor(np.append(np.linspace(2e-4, 0.99, 300), 1 - np.geomspace(0.01, 2e-5, 100)))
+    lower, upper = theory.logit_gradient_bounds(grid, vocabulary_size)
+    axes[0].fill_between(grid, lower, upper, color="#56B4E9", alpha=0.5, label="Prop. 4.2 allows")
+    label = f"{len(pi)} tokens"
+    axes[0].plot(pi, tokens["at_logits"], "o", markersize=3.5, color=ORANGE, label=label)
+    logit_axis(axes[0])
+    axes[0].set(title="at the logits", ylabel="‖∇ log π‖")
+    layers = np.array(tokens["at_layers"])
+    for number in range(layers.shape[1]):
+        name = f"layer {number}" if number else "embedding"
+        colour = COLOURS[(number + 1) % len(COLOURS)]
+        axes[1].loglog(1 - pi, layers[:, number], "o", markersize=3, color=colour, label=name)
+    axes[1].set(title="at the layers' outputs", xlabel="1 − π", ylabel="‖∇ log π‖")
+    axes[1].set(xlim=(1e-4, 1.3), ylim=(layers[1 - pi > 1e-4].min() / 2, None))
+    for axis in axes:
+        axis.legend(markerscale=3)
+    return picture(figure)
+
+
+def levers(rollouts, alphas=(0.0, 0.1, 0.3, 1.0)):
+    """Eq. 4: what one token may move, and how the tokens of the batches share it."""
+    figure, axes = canvas(1, 2, 5)
+    pi, shares = torch.linspace(0.001, 0.999, 300), {}
+    for number, alpha in enumerate(alphas):
+        weight = lopti.reweight_advantages(1 - pi, pi.log(), alpha)
+        style = {"color": COLOURS[number], "linestyle": LINES[number]}
+        axes[0].plot(pi, weight, label=f"α = {alpha:g}", **style)
+        of_batches = [measures.lever_shares(rollout, alpha) for rollout in rollouts]
+        shares[f"α = {alpha:g}"] = measures.over_batches(100 * np.array(of_batches))
+    axes[0].set(title="the lever of one token", xlabel="π", ylabel="(1−π)·[απ + 1−α]")
+    axes[0].legend()
+    bars(axes[1], BINS, shares)
+    axes[1].set(title="who holds the levers?", ylabel="% of the sum of levers")
+    return picture(figure)
+
+
+def risen(lines, optimizers=("SGD", "AdamW")):
+    """Fig. 3 for both optimizers."""
+    figure, axes = canvas(1, 2, 5.2, sharey=True)
+    for axis, optimizer in zip(axes, optimizers):
+        of_lines = [line["figure_3"][optimizer]["risen"] for line in lines]
+        groups = {
+            method: measures.over_batches([one[method] for one in of_lines])
+            for method in of_lines[0]
+        }
+        bars(axis, BINS, groups, base=0.5)
+        axis.axhline(0.5, color="black", linewidth=1)
+        axis.set_title(optimizer)
+    axes[0].set_ylabel("share of tokens with Â > 0\nwhose π rose")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    return picture(figure)
+
+
+def word_effects(differences):
+    """A row for each kind of word: mean over puzzles and 95 % interval."""
+    figure, axis = canvas(1, 1, 0.55 * len(differences) + 1.4)
+    for row, values in enumerate(differences.values()):
+        mean, half = measures.mean_and_half(values)
+        colour = COLOURS[0] if abs(mean) <= half else BLUE if mean > 0 else ORANGE
+        axis.errorbar(mean, row, xerr=half, fmt="D", color=colour, markersize=9, capsize=4)
+    axis.axvline(0, color="black", linewidth=1, linestyle=":")
+    axis.set_yticks(range(len(differences)), list(differences))
+    axis.set(ylim=(len(differences) - 0.5, -0.5))
+    axis.set_xlabel("per 100 words: right minus wrong answers to the same puzzle")
+    return picture(figure)
+
+
+def treatments(rollout, entropies, most=2000):
+    """Tokens by π and entropy: blue is what a treatment updates, orange what it leaves out."""
+    figure, axes = canvas(1, 3, 5.4, sharey=True)
+    mask, kept = rollout.mask, measures.treatments(rollout, entropies)
+    pi = rollout.old_logprobs.exp()[mask].clamp(2e-4, 1 - 2e-5)
+    height = entropies[mask].clamp(min=1e-3)
+    shown = torch.arange(len(pi)) % max(1, len(pi) // most) == 0  # so many dots are enough
+    for axis, name in zip(axes, ("Lopti, stage 1", "80/20", "STAPO")):
+        kept_here = kept[name][mask]
+        shown_here = shown | ~kept_here if name == "STAPO" else shown
+        axis.semilogy(pi[shown & kept_here], height[shown & kept_here], "o", color=BLUE, ms=4)
+        left_out = shown_here & ~kept_here
+        axis.semilogy(pi[left_out], height[left_out], "o", color=ORANGE, ms=4)
+        axis.set_title(name)
+        logit_axis(axis)
+    axes[0].set_ylabel("entropy (nats)")
+    return picture(figure)
+
+
+def cosines(measured):
+    """How alike second and first step are: name -> one dictionary for each batch."""
+    figure, axis = canvas(1, 1, 4.2)
+    groups = {
+        label: [measures.mean_and_half([row[key] for row in rows]) for rows in measured.values()]
+        for key, label in (("shared", "one AdamW for both steps"), ("own", "an AdamW for each"))
+    }
+    bars(axis, list(measured), {label: zip(*pairs) for label, pairs in groups.items()}, digits=2)
+    axis.set(ylabel="cosine of the two steps", ylim=(0, 1.3))
+    axis.legend(loc="upper center", ncols=2)
+    return picture(figure)
+
+
+# ---- tables
+
+
+def table(rows, note=""):
+    """Rows of cells, the first of them the head, as a table."""
+    text = experiments.markdown([[str(cell) for cell in row] for row in rows])
+    return Markdown(f"{text}\n\n{note}" if note else text)
+
+
+def number(value, digits):
+    """.38 rather than 0.38; − for minus."""
+    text = f"{abs(value):.{digits}f}".removeprefix("0" if digits else "")
+    return f"{'−' if value < 0 else ''}{text}"
+
+
+def answers(rollout, rewards, group, size=8):
+    """The answers to one prompt: reward, advantage, length."""
+    rows = range(group * size, group * size + size)
+    return table(
+        [
+            ("answer", *range(1, size + 1)),
+            ("reward R", *(f"{rewards[row]:g}" for row in rows)),
+            ("advantage Â", *(f"{rollout.advantages[row, 0]:+.2f}" for row in rows)),
+            ("tokens", *(int(rollout.mask[row].sum()) for row in rows)),
+        ]
     )
-    axis.fill_between(x, runs.min(0), runs.max(0), color=COLOURS[number], alpha=0.15, linewidth=0)
 
 
-def effects(axis, names, values, *, label, zero=0.0, left=None):
-    """A row for each name: its mean, its 95 % interval as a line, and every single value as a dot. `values`: (mean, half, singles).
+def three_tokens(old_logprobs, logprobs, advantages, weight, by_autograd):
+    """Eqs. 1 and 2 on a few tokens: a column for each."""
+    rows = {
+        "π_old": old_logprobs.exp(),
+        "π_θ": logprobs.exp(),
+        "r": (logprobs - old_logprobs).exp(),
+        "Â": advantages,
+        "w by gradient_weight (Eq. 2)": weight,
+        "w by autograd from policy_loss (Eq. 1)": by_autograd,
+    }
+    head = ("token", *range(1, 1 + weight.numel()))
+    values = {name: tensor.detach().flatten().tolist() for name, tensor in rows.items()}
+    return table(
+        [head, *((name, *(f"{x + 0.0:.3f}" for x in row)) for name, row in values.items())]
+    )
 
-    A row whose mean lies to the left of `left` is written there as a number, so that the others have room."""
-    for row, (mean, half, singles) in enumerate(values):
-        if left is not None and mean < left:
-            axis.text(
-                left,
-                row,
-                f"◂ {experiments.number_and_interval(singles, '+')}",
-                va="center",
-                color="#D55E00",
-            )
-            continue
-        axis.plot(
-            singles,
-            [row] * len(singles),
-            "o",
-            markerfacecolor="white",
-            markeredgecolor="black",
-            markersize=4,
-            zorder=2.5,
+
+def shown(rows, digits):
+    """'mean ± half' for each number of `rows`, which hold one list of numbers for each batch."""
+    cells = [
+        (number(mean, digits), number(half, digits))
+        for mean, half in zip(*measures.over_batches(rows))
+    ]
+    return " / ".join(mean if half == "nan" else f"{mean} ± {half}" for mean, half in cells)
+
+
+def columns(rows_of, measured):
+    """(what, the paper's numbers, a cell for each of some sets of lines).
+
+    `rows_of` takes a line and returns rows (what, the paper's numbers, numbers, digits).
+    """
+    sets = [[rows_of(line) for line in lines] for lines in measured]
+    first = next(rows for rows in sets if rows)[0]
+    return [
+        (
+            what,
+            paper,
+            *(shown([rows[i][2] for rows in rows_of_set], digits) for rows_of_set in sets),
         )
-        if half is not None:
-            axis.plot([mean - half, mean + half], [row, row], color="#0072B2", linewidth=2.5)
-        axis.plot([mean], [row], "D", color="#D55E00", markersize=6, zorder=3)
-    axis.axvline(zero, color="black", linewidth=0.8, linestyle=":")
-    axis.set_yticks(range(len(names)), names)
-    axis.set(ylim=(len(names) - 0.5, -0.5), xlabel=label)
-    axis.set_xlim(left=left)
+        for i, (what, paper, _, digits) in enumerate(first)
+    ]
 
 
-def table(rows):
-    """Rows of text, the first of them the head, as a table."""
-    return Markdown(experiments.markdown([[str(cell) for cell in row] for row in rows]))
+HEAD = ("", "paper", "bundled policy", "SmolLM2-135M-Instruct")
+NOT_MEASURED = f"SmolLM2 is not measured yet: `{REAL_COMMAND}` does it."
 
 
-def paper_and_here(*rows, head=("", "paper", "here")):
-    """A table of what the paper reports and what was measured here."""
-    return table([head, *rows])
+def beside(rows_of, lines, real):
+    """A table of what the paper reports, what is measured here, and on a real language model."""
+    note = f"Means over {len(lines)} batches ± half of a 95 % interval. "
+    note += f"SmolLM2: {len(real)} batches of one-step word problems." if real else NOT_MEASURED
+    return table([HEAD, *columns(rows_of, [lines, real])], note)
 
 
-def wrapped(text, width=110):
-    """Long lines of a response cut to the width of a page."""
-    return "\n".join(
-        part for line in text.splitlines() for part in textwrap.wrap(line, width) or [""]
+def ratio(value, whole):
+    """NaN, which means over batches leave out, where a batch had no gradient."""
+    return value / whole if whole else float("nan")
+
+
+def figure_1_rows(line):
+    """Fig. 1 (a), (b) and (d)."""
+    one = line["figure_1"]
+    norms, shares = one["norm"]["bins"], [100 * share for share in one["share"]]
+    over_highest = [ratio(norm, norms[3]) for norm in norms]
+    over_all = ratio(norms[0], one["norm"]["all"])
+    return [
+        ("(a) % of tokens, low to high π", "19 / 10 / 10 / 61", shares, 1),
+        ("(b) mean Â, low to high π", "not given", one["advantage"]["mean"], 2),
+        ("(d) ‖∇‖ of each bin over the highest's", "4.8 / 2.4 / 1.6 / 1", over_highest, 1),
+        ("(d) ‖∇‖ of the lowest bin over that of all", ".88", [over_all], 2),
+    ]
+
+
+def change_rows(line):
+    """Fig. 1 (e) and (f) held against (c)."""
+    change = line["figure_1"]["change"]
+    parts = [change["lowest"], change["highest"]]
+    sizes = [ratio(part["size"], change["all"]["size"]) for part in parts]
+    likely = change["all"]["size_by_bin"][3]
+    of_likely = [ratio(part["size_by_bin"][3], likely) for part in parts]
+    likeness = [part["correlation"] for part in parts]
+    return [
+        ("mean size of (e), of (f), over that of (c)", "near 1 / much smaller", sizes, 2),
+        ("the same, tokens with π ≥ .75 only", "not given", of_likely, 2),
+        ("correlation of (e), of (f), with (c)", "not given", likeness, 2),
+    ]
+
+
+def risen_rows(line):
+    """The highest bin of Fig. 3 as a difference to GRPO, and the tokens that stage 1 leaves out."""
+    both = line["figure_3"]
+    steps = [both[name]["risen"]["GRPO"] for name in ("SGD", "AdamW")]
+    what = "Â > 0: share that rose with GRPO, lowest bin minus highest; SGD, AdamW"
+    rows = [(what, ".033", [risen[0] - risen[3] for risen in steps], 3)]
+    for method, paper in (("AR", ".029"), ("Lopti", ".037"), ("GRPO, two passes", "not given")):
+        risen = [both[name]["risen"] for name in ("SGD", "AdamW")]
+        more = [one[method][3] - one["GRPO"][3] for one in risen]
+        what = f"π ≥ .75, Â > 0: share that rose, {method} minus GRPO; SGD, AdamW"
+        rows.append((what, paper, more, 3))
+    for number_of_stage in (0, 1):
+        right = [both[name]["stages"][number_of_stage]["right_way"] for name in ("SGD", "AdamW")]
+        for side, moved in enumerate(("Â > 0: share that rose", "Â < 0: share that fell")):
+            what = f"π ≥ ½, {moved} by the end of stage {number_of_stage + 1}; SGD, AdamW"
+            rows.append((what, "not given", [one[side] for one in right], 3))
+    sizes = [stage["size"] for name in ("SGD", "AdamW") for stage in both[name]["stages"]]
+    what = "π ≥ ½: mean size of the change after stage 1, 2, SGD; after stage 1, 2, AdamW"
+    rows.append((what, "not given", sizes, 4))
+    return rows
+
+
+def proposition_table(tokens, vocabulary_size, real):
+    """How well ‖∇‖ goes with 1 - π, and whether the theorems hold in the numbers."""
+
+    def cells(tokens, size):
+        pi, entropies = np.array(tokens["probability"]), np.array(tokens["entropy"])
+        norms, layers = np.array(tokens["at_logits"]), np.array(tokens["at_layers"])
+        lower, upper = theory.logit_gradient_bounds(torch.tensor(pi), size)
+        inside = (norms >= lower.numpy() - 1e-4) & (norms <= upper.numpy() + 1e-4)
+        above = norms**2 >= 1 - 2 * pi + np.exp(-entropies) - 1e-4
+        ends = range(layers.shape[1])
+        if len(ends) > 6:  # of a deep model: embedding, some layers, the last
+            ends = np.linspace(0, layers.shape[1] - 1, 5).astype(int)
+        unlikely, likely = layers[pi < 0.25], layers[pi >= 0.75]
+        return (
+            f"{len(pi)}",
+            f"{inside.mean():.1%}",
+            f"{above.mean():.1%}",
+            " / ".join(number(measures.rank_correlation(layers[:, k], 1 - pi), 2) for k in ends),
+            " / ".join(f"{np.median(unlikely[:, k]) / np.median(likely[:, k]):.0f}" for k in ends),
+        )
+
+    names = (
+        ("tokens", ""),
+        ("inside the bounds of Prop. 4.2", "all: a theorem"),
+        ("above STAPO's bound 1 − 2π + e^(−H)", "all: a theorem"),
+        ("rank correlation of ‖∇‖ and 1 − π, embedding to last layer", "proportional"),
+        ("median ‖∇‖, π < .25 over π ≥ .75, embedding to last layer", "not given"),
     )
+    measured = [line["figure_2"] for line in real if "figure_2" in line][:1]
+    others = cells(measured[0], 49152) if measured else [""] * len(names)
+    rows = zip(names, cells(tokens, vocabulary_size), others)
+    rows = [(*name, ours, other) for name, ours, other in rows]
+    return table([HEAD, *rows], "" if measured else NOT_MEASURED)
+
+
+def kept_table(batches):
+    """Which share of the tokens below some probabilities each treatment keeps, over batches."""
+    of_batches = [measures.kept_shares(rollout, old.entropies) for rollout, _, old, _ in batches]
+    limits = [f"π < {number(limit, 2).rstrip('0')}" for limit in measures.LIMITS[:-1]]
+    rows = [("% kept of the tokens with", *limits, "any π")]
+    for name in of_batches[0]:
+        means, halves = measures.over_batches([100 * np.array(one[name]) for one in of_batches])
+        cells = [f"{mean:.1f} ± {half:.1f}" for mean, half in zip(means, halves)]
+        rows.append(("of all tokens, how many" if name == "all tokens" else name, *cells))
+    note = f"Means over {len(batches)} batches ± half of a 95 % interval."
+    return table(rows, note)
+
+
+def compared(measured):
+    """Fig. 1's rows and changes for several sets of lines, name -> lines, without the paper's."""
+    sets = list(measured.values())
+    rows = columns(figure_1_rows, sets) + columns(change_rows, sets)
+    rows = [(what, *cells) for what, _, *cells in rows if not what.startswith("(b)")]
+    return table([("", *measured), *rows])
+
+
+# ---- the laboratory's runs
+
+
+def run_pictures(lines):
+    """The two pictures of the laboratory as the plot module draws them."""
+    methods = [line["method"] for line in lines]
+    if methods.count("GRPO") < 2 or not set(methods) & set(plot.SHOWN):
+        return [Markdown("No runs yet: `python data/lab/experiments.py` makes them.")]
+    return [picture(plot.draw_training(lines)), picture(plot.draw_effects(lines))]
+
+
+def run_tables(lines):
+    """The claims with their verdicts; none without runs."""
+    if not lines:
+        return []
+    tables = experiments.tables(lines)
+    shown = [tables[name] for name in ("against GRPO", "other claims", "two by two")]
+    return [Markdown(text) for text in shown if len(text.splitlines()) > 2]

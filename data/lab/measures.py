@@ -1,20 +1,29 @@
-"""What the paper's Figs. 1, 2 and 3 measure, on any policy and task: computed here, drawn elsewhere.
+"""What the paper's figures measure, on any policy and task: computed here, drawn elsewhere.
 
 `figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as JSON. The notebook calls
-them on the bundled policy, real_model.py on a language model.
+them on the bundled policy, real_model.py on a language model. Words, treatments and open questions are the notebook's.
 """
 
 import copy
 import functools
 import itertools
 import math
+import random
+import sys
+from ast import literal_eval
+from pathlib import Path
 
+import experiments
 import numpy as np
 import theory
 import torch
 
 import lopti
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "make"))
+import puzzles
+
+RESULTS = Path(__file__).resolve().parent / "results"
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 QUANTILES = np.linspace(0.005, 0.995, 34)  # what a violin is drawn from
 
@@ -256,3 +265,174 @@ def rank_correlation(a, b):
     """Spearman's, for values without ties."""
     ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
     return float(np.corrcoef(*ranks)[0, 1])
+
+
+# ---- means over batches
+
+
+def mean_and_half(values):
+    """The mean of some batches' values, and half of its 95 % interval (Student's t; NaN for one)."""
+    values = [value for value in values if not math.isnan(value)]
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.nan
+    factor = experiments.critical_value((1, 1), ((0, 1),), len(values) - 1)
+    return float(np.mean(values)), factor * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def over_batches(rows):
+    """Means and half intervals of each column of `rows`, one row for each batch: two lists."""
+    pairs = [mean_and_half([float(value) for value in column]) for column in zip(*rows)]
+    return [mean for mean, _ in pairs], [half for _, half in pairs]
+
+
+# ---- levers: what Eq. 4 takes from whom
+
+
+def lever_shares(rollout, alpha):
+    """How the tokens of a batch share the sum of (1-π)·[απ + 1-α], by bin of π."""
+    pi = rollout.old_logprobs.exp()
+    levers = lopti.reweight_advantages((1 - pi) * rollout.mask, rollout.old_logprobs, alpha)
+    return [float(levers[tokens].sum() / levers.sum()) for tokens in bins_of(pi, rollout.mask)]
+
+
+# ---- words
+
+KINDS = {  # the paper's categories -> words of a worked solution
+    "analysis": ("true", "false"),
+    "statement": [word for kind in ("and", "or", "->", "<=>") for word in puzzles.WORDING[kind]],
+    "causal indicator": puzzles.WORDING["relation"],
+    "conclusion indicator": puzzles.WORDING["conclusion"],
+    "assumption": puzzles.WORDING["supposition"],
+    "assertion": puzzles.WORDING["saying"],
+}
+
+
+def word_differences(batches, right=3.0, wrong=-0.5):
+    """How much more often words come in right answers than in wrong ones to the same puzzle.
+
+    Returns kind of word -> one value for each puzzle that was answered both ways, per 100 words of
+    reasoning. The controls set half of the words of a kind against the other half: which of them
+    is written was drawn at random when the policy was taught.
+    """
+    kinds = {name: (words, ()) for name, words in KINDS.items()}
+    for name in ("causal indicator", "conclusion indicator", "assumption", "assertion"):
+        kinds[f"control: {name}, half − half"] = (KINDS[name][:4], KINDS[name][4:])
+    differences = {name: [] for name in kinds}
+    for rollout, rewards, _, batch in batches:
+        reasoning = [text.split("</think>")[0].split() for text in rollout.texts]
+        for puzzle in {row["question"]: None for row in batch}:
+            rows = [i for i, row in enumerate(batch) if row["question"] == puzzle and reasoning[i]]
+            sides = [[i for i in rows if rewards[i] == reward] for reward in (right, wrong)]
+            if not all(sides):
+                continue
+            for name, (plus, minus) in kinds.items():
+                in_right, in_wrong = (
+                    np.mean(
+                        [
+                            100
+                            * sum((word in plus) - (word in minus) for word in reasoning[i])
+                            / len(reasoning[i])
+                            for i in side
+                        ]
+                    )
+                    for side in sides
+                )
+                differences[name].append(float(in_right - in_wrong))
+    return differences
+
+
+# ---- the later treatments
+
+
+def treatments(rollout, entropies):
+    """Which tokens (B, T) each treatment leaves to the update; before the first, π_θ is π_old."""
+    logprobs, mask = rollout.old_logprobs, rollout.mask
+    return {
+        "Lopti, stage 1": lopti.split_tokens(logprobs, mask, 0.5)[0],
+        "80/20": lopti.entropy_mask(entropies, mask, 0.2),
+        "80/20's ablation": lopti.entropy_mask(entropies, mask, 0.8, lowest=True),
+        "STAPO": lopti.stapo_mask(logprobs, entropies, rollout.advantages, mask),
+    }
+
+
+LIMITS = (0.05, 0.1, 0.25, 0.5, 1.1)
+
+
+def kept_shares(rollout, entropies):
+    """Treatment -> the share that it keeps of the tokens below each of LIMITS."""
+    pi, mask = rollout.old_logprobs.exp(), rollout.mask
+    below = [mask & (pi < limit) for limit in LIMITS]
+    return {"all tokens": [float(tokens.sum() / mask.sum()) for tokens in below]} | {
+        name: [share(kept[tokens]) for tokens in below]
+        for name, kept in treatments(rollout, entropies).items()
+    }
+
+
+# ---- open questions
+
+
+def worked_solutions(policy, tokenizer, rows, args, seed=0):
+    """Worked solutions without a mistake as a Rollout in which every token has Â = 1.
+
+    With r = 1 and no KL Eq. 1 is then the loss of supervised fine-tuning on these texts.
+    """
+    rng = random.Random(seed)
+    texts = [
+        puzzles.worked_solution(rng, row["columns"]["names"], literal_eval(statements))
+        for row in rows
+        for statements in [row["columns"]["statements"]]
+    ]
+    prompts = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)
+    answers = tokenizer([text + tokenizer.eos_token for text in texts], add_special_tokens=False)
+    prompts = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
+    answers = tokenizer.pad(answers, padding_side="right", return_tensors="pt")
+    mask = answers["attention_mask"].bool()
+    rollout = lopti.Rollout(
+        prompt_ids=prompts["input_ids"],
+        prompt_mask=prompts["attention_mask"].bool(),
+        response_ids=answers["input_ids"],
+        mask=mask,
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        texts=texts,
+        advantages=mask.float(),
+    )
+    old = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
+    rollout.old_logprobs = old.logprobs
+    return rollout
+
+
+def second_steps(policy, tokenizer, prompts, args, *, eta, passes, count):
+    """How alike the second optimizer step on a rollout batch is to the first, step after step.
+
+    η > 0 and one pass: Lopti's two stages. η = 0 and two passes: two plain steps, the control. The
+    second step is taken twice from the same weights: "shared", with the AdamW that took the first,
+    and "own", with one that has seen second steps only. Returns the cosines of `count` batches.
+    """
+    policy = copy.deepcopy(policy)
+    shared, own_state, cosines = lopti.make_optimizer(policy, args), None, []
+    for number in range(count + 1):
+        rollout, *_ = collect(policy, tokenizer, next(prompts), args, seed=1000 + number)
+        low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, eta)
+        stages = lopti.update_stages(low, high, rollout.mask, eta=eta, passes=passes)
+        (_, first), (_, second) = stages
+        one = weight_step(policy, shared, rollout, first, args)
+        twin = copy.deepcopy(policy)
+        own = lopti.make_optimizer(twin, args)
+        if own_state:
+            own.load_state_dict(own_state)
+        steps = {
+            "own": weight_step(twin, own, rollout, second, args),
+            "shared": weight_step(policy, shared, rollout, second, args),
+        }
+        own_state = copy.deepcopy(own.state_dict())
+        if number:  # at first an AdamW of its own has no memory yet
+            cosine = functools.partial(torch.nn.functional.cosine_similarity, one, dim=0)
+            cosines.append({name: float(cosine(step)) for name, step in steps.items()})
+    return cosines
+
+
+def weight_step(policy, optimizer, rollout, tokens, args):
+    """Update some tokens; returns the step that the weights took, as one long vector."""
+    before = torch.nn.utils.parameters_to_vector(policy.parameters()).detach()
+    lopti.update(policy, optimizer, rollout, tokens, args)
+    return torch.nn.utils.parameters_to_vector(policy.parameters()).detach() - before
