@@ -747,7 +747,7 @@ def test_evaluation_counts(monkeypatch):
     monkeypatch.setattr(lopti, "sample", fake_sample)
     flags = "--eval-samples 4 --eval-temperature 0.6 --min-p 0.01 --max-new-tokens 9"
     table, answered = lopti.evaluate(None, TOKENIZER, rows, arguments(flags))
-    measures = ("greedy", "avg@2", "pass@4")
+    measures = ("greedy", "avg@4", "pass@4")
     assert [table["2"][name][0] for name in measures] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
     assert [table["3"][name][0] for name in measures] == [1.0, 0.5, 1.0]
     assert table["2"]["greedy"][1:] == pytest.approx(lopti.wilson_interval(2 / 3, 3))
