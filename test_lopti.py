@@ -1,9 +1,6 @@
 """Checks every formula against a computation of its own, every known pitfall, and the program end to end.
 
-    python -m pytest -q
-
-Where a folder with the paper's own numbers and real puzzles stands beside this one (../shared), those are checked
-too; without it these tests are skipped and the others still pass.
+python -m pytest -q
 """
 
 import copy
@@ -25,6 +22,7 @@ from ast import literal_eval
 from collections import Counter, defaultdict
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub
 
@@ -34,6 +32,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lopti
@@ -485,6 +484,52 @@ def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
     model, (stats,) = updated()
     assert (stats["optimizer_steps"], stats["nonfinite_steps"]) == (2, 1)
     assert torch.isfinite(weights(model)).all()
+
+
+class Bigrams(torch.nn.Module):  # row i of its table holds the logits after token i
+    device, dtype = torch.device("cpu"), torch.float64
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = torch.nn.Embedding.from_pretrained(tensor_of(table), freeze=False)
+        self.output = torch.nn.Identity()
+
+    def get_output_embeddings(self):
+        return self.output
+
+    def forward(self, ids, use_cache):
+        return SimpleNamespace(logits=self.output(self.table(ids)))
+
+
+@pytest.mark.parametrize("case", GOLDEN["rollouts"], ids=lambda case: case["name"])
+def test_golden_rollouts(case):
+    """Both stages over two mini-batches: gradient and weights of every step, and which are skipped."""
+    args = arguments(**{key: case[key] for key in case if key in vars(lopti.parse_arguments([]))})
+    policy, reference = Bigrams(case["table"]), Bigrams(case["reference"])
+    responses = [torch.tensor(ids) for ids in case["responses"]]
+    mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True).bool()
+    prompts, ids = torch.tensor(case["prompts"])[:, None], pad_sequence(responses, batch_first=True)
+    rollout = lopti.Rollout(prompts, prompts >= 0, ids, mask, mask[:, 0], [""] * len(mask))
+    rollout.old_logprobs = lopti.score(policy, rollout, args.temperature, 2048).logprobs
+    rollout.ref_logprobs = lopti.score(reference, rollout, args.temperature, 2048).logprobs
+    advantages = lopti.group_advantages(tensor_of(case["rewards"]), args.group_size)[:, None] * mask
+    rollout.advantages = lopti.reweight_advantages(advantages, rollout.old_logprobs, args.alpha)
+    low, high = lopti.split_tokens(rollout.old_logprobs, mask, args.eta)
+    for name, values in (("old_logprobs", rollout.old_logprobs), ("low", low.double())):
+        wanted = torch.cat([tensor_of(row) for row in case[name]])
+        assert torch.allclose(values[mask], wanted, atol=1e-9, rtol=0)
+    optimizer, weight, steps = lopti.make_optimizer(policy, args), policy.table.weight, []
+    optimizer.register_step_pre_hook(lambda *_: steps.append([weight.grad.clone()]))
+    optimizer.register_step_post_hook(lambda *_: steps[-1].append(weight.detach().clone()))
+    for _, tokens in lopti.update_stages(low, high, mask, eta=args.eta):
+        lopti.update(policy, optimizer, rollout, tokens, args)
+    expected = [step for step in case["steps"] if not step["skipped"]]
+    assert len(steps) == len(expected)
+    for (gradient, table), step in zip(steps, expected):
+        wanted = tensor_of(step["gradient"])
+        wanted *= min(1.0, args.max_grad_norm / (wanted.norm().item() + 1e-6))  # the clip
+        assert torch.allclose(gradient, wanted, atol=1e-9, rtol=0)
+        assert torch.allclose(table, tensor_of(step["table"]), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("case", GOLDEN["treatments"])

@@ -21,6 +21,15 @@ Under `treatments` stand as many cases of the later methods. Inputs: rewards, le
 reinforce_pp_advantages (B, T); logprobs and entropies (B, T) without and with min-p (safe_logprobs, safe_entropies,
 safe; 0 where not safe); the tokens that each mask keeps, (B, T): stapo_kept, top_kept (share rho), bottom_kept
 (share 1 - rho); and stapo_loss, the sum of -advantage over the kept tokens divided by their number.
+
+Under `rollouts` stand whole updates, both stages over two mini-batches, of a policy small enough
+to write down: row i of a table (V, V) holds the logits of the token after token i. Inputs: name,
+table, reference (another table), prompts (B,), one token each, responses, rewards, group_size,
+mini_batch_size, temperature, alpha, eta, the clips and kl_coef as above, and AdamW's learning_rate,
+weight_decay and max_grad_norm (betas 0.9 and 0.999, epsilon 1e-8). Outputs: old_logprobs,
+ref_logprobs, advantages (after Eq. 4) and low, a list for each response; and under `steps`, in
+their order, for each stage and mini-batch: stage, first_row, response_tokens (N), updated_tokens,
+skipped (its gradient is 0), loss, gradient (V, V) before its clip, and table (V, V) after it.
 """
 
 import json
@@ -57,8 +66,7 @@ def token_terms(new, old, ref, advantage, case):
     return loss, kl if case["kl_coef"] else 0.0, clipped, derivative
 
 
-def solve(case):
-    """The case with its outputs."""
+def group_advantages(case):
     size, advantages = case["group_size"], []
     for start in range(0, len(case["rewards"]), size):
         group = case["rewards"][start : start + size]
@@ -66,6 +74,12 @@ def solve(case):
         advantages += [
             0.0 if equal else (reward - mean(group)) / (stdev(group) + 1e-6) for reward in group
         ]
+    return advantages
+
+
+def solve(case):
+    """The case with its outputs."""
+    advantages = group_advantages(case)
     rows = range(len(case["rewards"]))
     width = len(case["old_logprobs"][0])
     reweighted = [[0.0] * width for _ in rows]
@@ -179,6 +193,129 @@ def solve_treatments(case):
     }
 
 
+class AdamW:
+    """The optimizer of the rollouts, on a list of rows; one for both stages."""
+
+    def __init__(self, table, case):
+        self.table, self.case, self.steps = table, case, 0
+        self.first, self.second = ([[0.0] * len(row) for row in table] for _ in range(2))
+
+    def step(self, gradient):
+        self.steps += 1
+        rate = self.case["learning_rate"]
+        norm = math.sqrt(sum(slope * slope for row in gradient for slope in row))
+        clip = min(1.0, self.case["max_grad_norm"] / (norm + 1e-6))
+        for i, row in enumerate(gradient):
+            for j, slope in enumerate(row):
+                self.first[i][j] = 0.9 * self.first[i][j] + 0.1 * clip * slope
+                self.second[i][j] = 0.999 * self.second[i][j] + 0.001 * (clip * slope) ** 2
+                first = self.first[i][j] / (1 - 0.9**self.steps)
+                second = self.second[i][j] / (1 - 0.999**self.steps)
+                self.table[i][j] *= 1 - rate * self.case["weight_decay"]
+                self.table[i][j] -= rate * first / (math.sqrt(second) + 1e-8)
+
+
+def solve_rollout(case):
+    """The case with its outputs."""
+    responses, size = case["responses"], case["mini_batch_size"]
+
+    def distribution(table, i, t):
+        """log π of every token at position t of response i, and the token before it."""
+        before = responses[i][t - 1] if t else case["prompts"][i]
+        return log_softmax([logit / case["temperature"] for logit in table[before]]), before
+
+    def logprobs(table):
+        return [
+            [distribution(table, i, t)[0][token] for t, token in enumerate(response)]
+            for i, response in enumerate(responses)
+        ]
+
+    old, ref = logprobs(case["table"]), logprobs(case["reference"])
+    advantages = [
+        [(case["alpha"] * math.exp(x) + 1 - case["alpha"]) * advantage for x in row]
+        for row, advantage in zip(old, group_advantages(case))
+    ]
+    low = [[math.exp(x) < case["eta"] for x in row] for row in old]
+    table, steps = [list(row) for row in case["table"]], []
+    optimizer = AdamW(table, case)
+    for stage in ("low", "high") if case["eta"] else ("all",):
+        for start in range(0, len(responses), size):
+            every = [(i, t) for i in range(start, start + size) for t in range(len(responses[i]))]
+            tokens = [(i, t) for i, t in every if stage == "all" or low[i][t] == (stage == "low")]
+            loss, gradient = 0.0, [[0.0] * len(row) for row in table]
+            for i, t in tokens:
+                every_logprob, before = distribution(table, i, t)
+                policy_loss, kl, _, derivative = token_terms(
+                    every_logprob[responses[i][t]], old[i][t], ref[i][t], advantages[i][t], case
+                )
+                loss += (policy_loss + case["kl_coef"] * kl) / len(every)
+                for k, logprob in enumerate(every_logprob):
+                    slope = ((k == responses[i][t]) - math.exp(logprob)) / case["temperature"]
+                    gradient[before][k] += derivative * slope / len(every)
+            skipped = not any(slope for row in gradient for slope in row)
+            if not skipped:
+                optimizer.step(gradient)
+            steps.append(
+                {
+                    "stage": stage,
+                    "first_row": start,
+                    "response_tokens": len(every),
+                    "updated_tokens": len(tokens),
+                    "skipped": skipped,
+                    "loss": loss,
+                    "gradient": gradient,
+                    "table": [list(row) for row in table],
+                }
+            )
+    return {
+        **case,
+        "old_logprobs": old,
+        "ref_logprobs": ref,
+        "advantages": advantages,
+        "low": low,
+        "steps": steps,
+    }
+
+
+def random_rollout_case(rng, name, likely_rows=(), equal_rewards=(), **settings):
+    """Two mini-batches of one group each; `likely_rows` hold only their most likely tokens."""
+    vocabulary, rows = 5, 8
+    table = [[round(rng.gauss(0, 1.5), 6) for _ in range(vocabulary)] for _ in range(vocabulary)]
+    reference = [[round(x + rng.gauss(0, 0.3), 6) for x in row] for row in table]
+    prompts, responses = [rng.randrange(vocabulary) for _ in range(rows)], []
+    for i in range(rows):
+        before, response = prompts[i], []
+        for _ in range(rng.randint(2, 5)):
+            weights = [math.exp(x / 0.7) for x in table[before]]
+            best = max(range(vocabulary), key=weights.__getitem__)
+            before = best if i in likely_rows else rng.choices(range(vocabulary), weights)[0]
+            response.append(before)
+        responses.append(response)
+    rewards = [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows)]
+    for i in equal_rewards:
+        rewards[i] = 3.0
+    return {
+        "name": name,
+        "table": table,
+        "reference": reference,
+        "prompts": prompts,
+        "responses": responses,
+        "rewards": rewards,
+        "group_size": 4,
+        "mini_batch_size": 4,
+        "temperature": 0.7,
+        "alpha": 0.3,
+        "eta": 0.5,
+        "clip_low": 0.2,
+        "clip_high": 0.24,
+        "clip_dual": 10.0,
+        "kl_coef": 0.001,
+        "learning_rate": 0.1,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+    } | settings
+
+
 def random_treatment_case(rng):
     rows, width, vocabulary = rng.randint(2, 4), rng.randint(3, 6), 6
     return {
@@ -246,10 +383,24 @@ def main():
     rng = random.Random(0)
     cases = [solve(random_case(rng, number)) for number in range(24)]
     treatments = [solve_treatments(random_treatment_case(rng)) for _ in range(12)]
+    rng = random.Random(1)
+    rollouts = [
+        solve_rollout(random_rollout_case(rng, name, **settings))
+        for name, settings in {
+            "GRPO": {"alpha": 0.0, "eta": 0.0},
+            "AR": {"eta": 0.0, "mini_batch_size": 8},
+            "Lopti": {"alpha": 0.0},
+            "both": {},
+            "both, gradients clipped": {"max_grad_norm": 0.05},
+            "no unlikely token in the second mini-batch": {"likely_rows": range(4, 8)},
+            "no gradient in the second mini-batch": {"kl_coef": 0.0, "equal_rewards": range(4, 8)},
+        }.items()
+    ]
     note = "Numbers in float64 for checking a port of lopti; see data/make/golden.py for what each field means."
     path = Path(__file__).resolve().parent.parent / "golden.json"
     path.write_text(
-        json.dumps({"note": note, "cases": cases, "treatments": treatments}) + "\n",
+        json.dumps({"note": note, "cases": cases, "treatments": treatments, "rollouts": rollouts})
+        + "\n",
         encoding="utf-8",
     )
     clipped = {
@@ -257,7 +408,8 @@ def main():
         for name in ("low", "high", "dual")
     }
     print(
-        f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; {len(treatments)} of the later methods"
+        f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; {len(treatments)} of the later methods; "
+        f"{len(rollouts)} rollouts"
     )
 
 

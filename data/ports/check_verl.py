@@ -1,0 +1,228 @@
+"""Check verl_lopti.py against lopti.py without GPUs, in an environment of verl's own.
+
+    pip install torch==2.13.0 && pip install --no-deps verl==0.9.1
+    pip install transformers==5.23.0 datasets tensordict ray hydra-core codetiming peft torchdata \\
+        TransferQueue pyzmq msgspec orjson pillow aiohttp fastapi uvicorn cachetools
+    python data/ports/check_verl.py            # with 2 processes
+
+All is verl's but the sampling: its configuration, made by verl_kk.sh, and its trainer's methods from
+old log-probabilities to the update, with Ray workers, TransferQueue and the FSDP2 engine on gloo.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the workers
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_on_cpu,verl_lopti"
+
+import ray
+import small_rollout as small
+import torch
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from tensordict import NonTensorStack, TensorDict
+from transformers import AutoModelForCausalLM
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.trainer.ppo.reward import get_custom_reward_fn
+from verl.trainer.ppo.v1 import PPOTrainer, get_trainer_cls
+from verl.utils import tensordict_utils
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine_workers import ActorRolloutRefWorker
+from verl.workers.utils.losses import ppo_loss
+
+import lopti
+
+SMALL = """actor_rollout_ref.model.path={folder}/policy trainer.n_gpus_per_node={processes}
+    actor_rollout_ref.model.custom_chat_template=null
+    actor_rollout_ref.model.use_remove_padding=false
+    actor_rollout_ref.model.enable_gradient_checkpointing=false
+    +actor_rollout_ref.model.override_config.attn_implementation=sdpa
+    actor_rollout_ref.actor.fsdp_config.param_offload=false
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=false
+    actor_rollout_ref.actor.fsdp_config.use_torch_compile=false
+    +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32
+    actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]
+    actor_rollout_ref.actor.ppo_mini_batch_size=2
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
+    actor_rollout_ref.actor.kl_loss_coef=0.1
+    actor_rollout_ref.actor.optim.lr=1e-4
+    actor_rollout_ref.actor.optim.clip_grad=1000
+    actor_rollout_ref.rollout.n=4
+    actor_rollout_ref.rollout.temperature=1.2
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=2
+    actor_rollout_ref.rollout.calculate_log_probs=false"""
+
+
+def put(keys, uid=(), **fields):
+    """Rows of tensors, as verl's own sampling stores them."""
+    rows = {
+        name: torch.nested.as_nested_tensor(list(values), layout=torch.jagged)
+        for name, values in fields.items()
+    }
+    if uid:
+        rows["uid"] = NonTensorStack(*uid)
+    tags = [{} for _ in keys]
+    return tq.kv_batch_put(keys, "train", TensorDict(rows, batch_size=len(keys)), tags)
+
+
+def golden_losses(trainer, case):
+    """Loss and gradient of each stage of a golden case: the plugin's, with verl's ppo_loss."""
+    lengths, keys, results = case["lengths"], [str(i) for i in range(len(case["lengths"]))], []
+    actor = trainer.config.actor_rollout_ref.actor
+    actor.clip_ratio_low, actor.clip_ratio_high = case["clip_low"], case["clip_high"]
+    actor.clip_ratio_c, actor.kl_loss_coef = case["clip_dual"], case["kl_coef"]
+    trainer.config.lopti = {"alpha": case["alpha"], "eta": case["eta"]}
+
+    def rows(name):
+        return [row[:length] for row, length in zip(small.tensor_of(case[name]), lengths)]
+
+    def loss_of_batch(self, batch, metrics):  # instead of the workers
+        data = tq.kv_batch_get(batch.keys, batch.partition_id, batch.fields)
+        tokens = data["loss_mask"].values().sum().item()
+        sizes = {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": len(keys)}
+        tensordict_utils.assign_non_tensor(data, **sizes)
+        new = small.tensor_of(case["new_logprobs"]).requires_grad_()
+        # of a prompt of one token and its response, each position speaks of the next one
+        padded = torch.nn.functional.pad(new, (0, 1))
+        flat = torch.cat([row[: length + 1] for row, length in zip(padded, lengths)])
+        loss, _ = ppo_loss(omega_conf_to_dataclass(actor), {"log_probs": flat}, data)
+        loss.backward()
+        results.append((loss.item(), new.grad))
+        return batch
+
+    ones = [torch.ones(length, dtype=torch.int64) for length in lengths]
+    batch = put(
+        keys,
+        prompts=[row[:1] for row in ones],
+        responses=ones,
+        response_mask=ones,
+        loss_mask=ones,
+        old_log_probs=rows("old_logprobs"),
+        ref_log_prob=rows("ref_logprobs"),
+        advantages=[x * row.double() for x, row in zip(case["advantages"], ones)],
+    )
+    right = PPOTrainer._compute_advantage, PPOTrainer._update_actor
+    PPOTrainer._compute_advantage = lambda self, batch, metrics: batch
+    PPOTrainer._update_actor = loss_of_batch
+    trainer._update_actor(trainer._compute_advantage(batch, {}), {})
+    PPOTrainer._compute_advantage, PPOTrainer._update_actor = right
+    tq.kv_clear(keys, "train")
+    return results
+
+
+def check_golden_cases(trainer):
+    cases = json.loads((HERE.parent / "golden.json").read_text(encoding="utf-8"))["cases"]
+    losses, gradients, skipped = [], [], []
+    for number, case in enumerate(cases):
+        new, ref = small.tensor_of(case["new_logprobs"]), small.tensor_of(case["ref_logprobs"])
+        mask = torch.arange(new.shape[1]) < torch.tensor(case["lengths"])[:, None]
+        if case["kl_coef"] and ((ref - new) * mask).abs().max() > 5:
+            skipped.append(number)
+            continue
+        for eta, stages in ((case["eta"], ("low_stage", "high_stage")), (0, ("joint",))):
+            if eta or stages == ("joint",):
+                results = golden_losses(trainer, case | {"eta": eta})
+                for stage, (loss, gradient) in zip(stages, results, strict=True):
+                    losses.append(abs(loss - case[stage]["loss"]))
+                    wanted = small.tensor_of(case[stage]["gradient"])
+                    gradients.append((gradient - wanted).abs().max().item())
+    print(f"{len(losses)} golden losses {max(losses):.0e}, their gradients {max(gradients):.0e};")
+    print(f"left out, where verl clamps otherwise: cases {skipped}")
+    assert max(losses + gradients) < 1e-12
+
+
+def check_update(trainer, rollout, processes, folder, alpha, eta, mistake=False):
+    """Weights and gradient norms of an update by verl's workers, against lopti.update."""
+    args = small.arguments(alpha=alpha, eta=eta)
+    trainer.config.lopti = {"alpha": alpha, "eta": eta}
+    pool = RayResourcePool([processes], use_gpu=False, max_colocate_count=1)
+    settings = {"config": trainer.config.actor_rollout_ref, "role": "actor"}
+    worker = RayClassWithInitArgs(ray.remote(ActorRolloutRefWorker), **settings)
+    group = trainer.actor_rollout_wg = RayWorkerGroup(pool, worker, device_name="cpu")
+    group.init_model()
+
+    prompts = [ids[mask] for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
+    responses = [ids[mask] for ids, mask in zip(rollout.response_ids, rollout.mask)]
+    ones = [torch.ones_like(ids) for ids in responses]
+    rewards = torch.tensor([3.0, -1.0, -0.5, 3.0]).repeat(4)
+    batch = put(
+        [f"{i // 4}_{i % 4}_0" for i in range(16)],
+        uid=[str(i // 4) for i in range(16)],
+        prompts=prompts,
+        responses=responses,
+        input_ids=[torch.cat(row) for row in zip(prompts, responses)],
+        position_ids=[torch.arange(sum(map(len, row))) for row in zip(prompts, responses)],
+        response_mask=ones,
+        loss_mask=ones,
+        rm_scores=[x * torch.eye(len(row))[-1] for x, row in zip(rewards, ones)],
+        ref_log_prob=[x[mask] for x, mask in zip(rollout.ref_logprobs, rollout.mask)],
+    )
+    batch = trainer._compute_old_log_prob(batch, {})
+    batch = trainer._compute_advantage(batch, {})
+    if mistake:  # N of the stage's own tokens
+        write = type(trainer)._write
+
+        def write_both(batch, field, *values):
+            return write(trainer, write(trainer, batch, "loss_mask", *values), field, *values)
+
+        trainer._write = write_both
+    trainer._update_actor(batch, metrics := {})
+    group.save_checkpoint(str(folder / "after"))
+    tq.kv_clear(batch.keys, "train")
+    for process in group.workers:
+        ray.kill(process)
+    ray.util.remove_placement_group(pool.pgs[0])
+
+    saved = AutoModelForCausalLM.from_pretrained(folder / "after" / "huggingface", dtype="float32")
+    order = small.order_of_rows(args, processes)
+    advantages = lopti.group_advantages(rewards, 4)[order]
+    gradients, wanted = small.update_with_lopti(args, rollout.part(order.tolist()), advantages)
+    weights = small.difference(small.flat(saved), wanted)
+    # verl reports the mean norm of a stage's two gradients
+    norms = small.tensor_of([x for name, x in metrics.items() if name.endswith("grad_norm")])
+    wanted = torch.stack([gradient.double().norm() for gradient in gradients])
+    norms = (norms / wanted.view(-1, 2).mean(1) - 1).abs().max().item()
+    name = f"{processes} processes, alpha {alpha}, eta {eta}{', wrong N' if mistake else ''}"
+    print(f"{name}: weights {weights:.1e}, gradient norms {norms:.1e}", flush=True)
+    assert (weights < 1e-6 and norms < 1e-5) != mistake
+
+
+def main(processes):
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        for part in small.moved_policy(small.arguments()):
+            part.save_pretrained(folder / "policy")
+        changes = SMALL.format(folder=folder, processes=processes).split()
+        command = ["bash", str(HERE / "verl_kk.sh"), *changes, "--cfg", "job"]
+        printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        printed = printed[printed.index("actor_rollout_ref:") :]
+        config = OmegaConf.create(printed)
+        reward = get_custom_reward_fn(config)
+        solution = {"solution_text_format": "(1) Zoey is a knight"}
+        answer = "</think><answer>(1) Zoey is a knight</answer>"
+        assert reward(data_source="kk", solution_str=answer, ground_truth=solution) == 3.0
+
+        trainer_class = get_trainer_cls(config.trainer.v1.trainer_mode)
+        ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+        tq.init()
+        trainer = trainer_class(config)
+        buffer = type(trainer.replay_buffer).__name__
+        print(f"trainer_mode=lopti is {trainer_class.__qualname__} with verl's {buffer}")
+        check_golden_cases(trainer)
+        trainer.config = OmegaConf.create(printed)
+        rollout = small.sampled_rollout(small.arguments())
+        for alpha, eta in ((0.0, 0.0), (0.3, 0.0), (0.0, 0.5), (0.3, 0.5)):
+            check_update(trainer, rollout, processes, folder, alpha, eta)
+        check_update(trainer, rollout, processes, folder, 0.3, 0.5, mistake=True)
+        tq.close()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(processes=int(sys.argv[1]) if len(sys.argv) > 1 else 2)
