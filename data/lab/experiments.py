@@ -222,7 +222,7 @@ def result_line(method, seed, folder):
         "config": config,
         "evaluations": evaluations,
         "metrics": {
-            name: [rounded(step[name]) for step in steps]
+            name: [rounded(step.get(name, 0.0)) for step in steps]
             for name in KEPT
             if steps and name in steps[0]
         },
