@@ -58,7 +58,7 @@ def measure_tokens(policy, tokenizer, rows, args):
             temperature=args.temperature,
         )
         repeated = [row for row in prompts for _ in range(args.group_size)]
-        rewards = torch.tensor(lopti.judge(rollout.texts, repeated, args))
+        rewards = torch.tensor(lopti.compute_rewards(rollout.texts, repeated, args))
         scores = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
         rollout.old_logprobs = scores.logprobs
         advantages = lopti.group_advantages(rewards, args.group_size)
@@ -69,7 +69,7 @@ def measure_tokens(policy, tokenizer, rows, args):
         is_wording = torch.isin(rollout.response_ids, wording_ids)
         found = {
             "reward": rewards.mean(),
-            "accuracy": (rewards >= lopti.solved(args)).float().mean(),
+            "accuracy": (rewards >= args.solved_reward).float().mean(),
             "length": tokens / len(rewards),
             "entropy": scores.entropies.sum() / tokens,
             "share of responses cut": rollout.truncated.float().mean(),
@@ -112,8 +112,8 @@ def measure_accuracy(policy, tokenizer, rows, temperatures, args):
                 max_new_tokens=args.max_new_tokens,
                 temperature=temperature,
             )
-            for row, reward in zip(chunk, lopti.judge(rollout.texts, chunk, args)):
-                right[row["difficulty"]] += reward >= lopti.solved(args)
+            for row, reward in zip(chunk, lopti.compute_rewards(rollout.texts, chunk, args)):
+                right[row["difficulty"]] += reward >= args.solved_reward
         means = {size: right[size] / counts[size] for size in sizes}
         cells = [(mean, *lopti.wilson_interval(mean, counts[n])) for n, mean in means.items()]
         print(
