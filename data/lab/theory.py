@@ -23,8 +23,8 @@ def gradient_weight(
 
         w = r·Â·1[trust] + β·π_ref/π_θ - β
 
-    1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of `kl_estimate`.
-    Training does not call this (autograd does the work); reading and testing do.
+    1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of
+    `kl_estimate`. Training does not call this (autograd does the work); reading and testing do.
     """
     ratio = (logprobs - old_logprobs).exp()
     too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
@@ -38,7 +38,7 @@ def gradient_weight(
 
 
 def logit_gradient_norm(logits, ids):
-    """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²) at logits z (..., V) for tokens j = ids (...): Prop. 4.2's core."""
+    """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²), logits z (..., V), ids j (...): Prop. 4.2."""
     probabilities = logits.softmax(-1)
     gradient = (
         torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities
@@ -47,9 +47,9 @@ def logit_gradient_norm(logits, ids):
 
 
 def logit_gradient_bounds(probabilities, vocabulary_size):
-    """sqrt(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ sqrt(2)·(1-π): Prop. 4.2, N the vocabulary size. Returns (lower, upper).
+    """(lower, upper) of Prop. 4.2: sqrt(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ sqrt(2)·(1-π), vocabulary N.
 
-    This is why unlikely tokens dominate: at π = 0.01 the gradient is about a hundred times that at π = 0.99.
+    So unlikely tokens dominate: at π = 0.01 the gradient is about a hundred times that at π = 0.99.
     """
     room = 1 - probabilities
     return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room

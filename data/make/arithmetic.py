@@ -1,10 +1,10 @@
-"""A small math set of our own with \\boxed{} answers, at a level that the bundled policy can attempt.
+"""A small math set of our own with \\boxed{} answers, at a level the bundled policy can attempt.
 
-    python data/make/arithmetic.py             # writes data/math_train.jsonl and data/math_test.jsonl again, byte for byte
+    python data/make/arithmetic.py             # rewrites data/math_{train,test}.jsonl byte for byte
     python data/make/arithmetic.py --show 5    # prints five problems with their worked solutions
 
-Columns as in the public MATH set: problem, answer, level, type. Four types (whole numbers, fractions, decimals,
-pairs) at three levels: the level is the number of steps it takes.
+Columns as in the public MATH set: problem, answer, level, type. Four types (whole numbers,
+fractions, decimals, pairs) at three levels: the level is the number of steps it takes.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def _reduced(numerator, denominator):
 
 
 def generate_problem(rng, level):
-    """A chain of `level` additions and subtractions of 1 to 9 whose values stay within 0 to 20 (tenths for decimals)."""
+    """`level` additions and subtractions of 1 to 9, all values in 0 to 20 (tenths for decimals)."""
     while True:
         kind, denominator = rng.choice(TYPES), rng.randint(2, 9)
         operands = [_operand(rng, kind) for _ in range(level + 1)]
@@ -86,7 +86,7 @@ def _slip(rng, value, error_rate):
 
 
 def worked_solution(rng, parts, error_rate=0.0):
-    """'7 + 5 = 12, 12 - 3 = 9. The answer is \\boxed{9}.': one step at a time, with slips where asked for."""
+    """'7 + 5 = 12, 12 - 3 = 9. The answer is \\boxed{9}.': step by step, with slips if asked."""
     kind, denominator, operands, signs = parts
     value, steps = operands[0], []
     for sign, operand in zip(signs, operands[1:]):

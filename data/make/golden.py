@@ -2,25 +2,26 @@
 
     python data/make/golden.py                 # writes data/golden.json again, byte for byte
 
-Everything is computed here with plain Python floats (float64), one token at a time, straight from the equations:
-no torch, and nothing of lopti.py, which is checked against these numbers by the tests. Each case of golden.json
-holds the inputs
+Everything is computed here with plain Python floats (float64), one token at a time, straight from
+the equations: no torch, and nothing of lopti.py, which is checked against these numbers by the
+tests. Each case of golden.json holds the inputs
 
     group_size, rewards (B,), lengths (B,), old_logprobs, new_logprobs, ref_logprobs (B, T),
     alpha, eta, clip_low, clip_high, clip_dual, kl_coef
 
 (positions from lengths[i] on are padding) and the outputs
 
-    advantages (B,), reweighted_advantages (B, T), low (B, T), and for each of the updates joint, low_stage and
-    high_stage: loss, policy_loss, kl, clip_low_share, clip_high_share, clip_dual_share, gradient (B, T)
+    advantages (B,), reweighted_advantages, low (B, T); per update (joint, low_stage, high_stage):
+    loss, policy_loss, kl, clip_low_share, clip_high_share, clip_dual_share, gradient (B, T)
 
 where gradient is the derivative of loss by new_logprobs.
 
-Under `treatments` stand as many cases of the later methods. Inputs: rewards, lengths, advantages (B,), logits
-(B, T, V) and ids (B, T) of the current policy, temperature, min_p, stapo_tau, stapo_quantile, rho. Outputs:
-reinforce_pp_advantages (B, T); logprobs and entropies (B, T) without and with min-p (safe_logprobs, safe_entropies,
-safe; 0 where not safe); the tokens that each mask keeps, (B, T): stapo_kept, top_kept (share rho), bottom_kept
-(share 1 - rho); and stapo_loss, the sum of -advantage over the kept tokens divided by their number.
+Under `treatments` stand as many cases of the later methods. Inputs: rewards, lengths, advantages
+(B,), logits (B, T, V) and ids (B, T) of the current policy, temperature, min_p, stapo_tau,
+stapo_quantile, rho. Outputs: reinforce_pp_advantages (B, T); logprobs and entropies (B, T) without
+and with min-p (safe_logprobs, safe_entropies, safe; 0 where not safe); the tokens that each mask
+keeps, (B, T): stapo_kept, top_kept (share rho), bottom_kept (share 1 - rho); and stapo_loss, the
+sum of -advantage over the kept tokens divided by their number.
 
 Under `rollouts` stand whole updates, both stages over two mini-batches, of a policy small enough
 to write down: row i of a table (V, V) holds the logits of the token after token i. Inputs: name,
@@ -44,7 +45,7 @@ def clamp(value, low, high):
 
 
 def token_terms(new, old, ref, advantage, case):
-    """(policy loss, KL, which clip cut the gradient off, derivative by new) of one token, undivided."""
+    """(policy loss, KL, which clip cut the gradient, derivative by new) of one token, undivided."""
     ratio = math.exp(new - old)
     surrogate = min(
         ratio * advantage, clamp(ratio, 1 - case["clip_low"], 1 + case["clip_high"]) * advantage
@@ -336,7 +337,7 @@ def random_treatment_case(rng):
 
 
 def random_case(rng, number):
-    """Random inputs; the first cases are the corners, the `drift` of new from old grows with the number."""
+    """Random inputs, corners first; the `drift` of new from old grows with number % 4."""
     groups, size, width = rng.randint(1, 3), rng.randint(2, 5), rng.randint(3, 7)
     rows, drift = groups * size, (0.02, 0.2, 0.6, 2.5)[number % 4]
     corner = {
@@ -358,7 +359,7 @@ def random_case(rng, number):
         "clip_high": rng.choice((0.2, 0.24, 0.28)),
         "clip_dual": 3.0 if number % 4 == 3 else 10.0,
         "kl_coef": rng.choice((0.0, 0.001, 0.1)),
-    } | corner  # fmt: skip
+    } | corner
     if number % 5 == 4:
         case["rewards"][:size] = [0.1] * size  # a group whose rewards are all equal
     old = [
@@ -396,7 +397,10 @@ def main():
             "no gradient in the second mini-batch": {"kl_coef": 0.0, "equal_rewards": range(4, 8)},
         }.items()
     ]
-    note = "Numbers in float64 for checking a port of lopti; see data/make/golden.py for what each field means."
+    note = (
+        "Numbers in float64 for checking a port of lopti; "
+        "see data/make/golden.py for what each field means."
+    )
     path = Path(__file__).resolve().parent.parent / "golden.json"
     path.write_text(
         json.dumps({"note": note, "cases": cases, "treatments": treatments, "rollouts": rollouts})
@@ -408,8 +412,8 @@ def main():
         for name in ("low", "high", "dual")
     }
     print(
-        f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; {len(treatments)} of the later methods; "
-        f"{len(rollouts)} rollouts"
+        f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; "
+        f"{len(treatments)} of the later methods; {len(rollouts)} rollouts"
     )
 
 

@@ -1,15 +1,16 @@
 """Make the bundled policy data/tiny: its tokenizer, its weights, its generation settings.
 
-    python data/make/pretrain.py                                       # from nothing: about half an hour on 2 CPU cores
-    python data/make/pretrain.py --stage careless --start FOLDER       # the last stage alone, from the model in FOLDER
-    python data/make/properties.py                                     # what came of it
+    python data/make/pretrain.py                                  # from nothing: ~30 min on 2 cores
+    python data/make/pretrain.py --stage careless --start FOLDER  # the last stage only, from FOLDER
+    python data/make/properties.py                                # what came of it
 
-Next-token prediction on worked solutions of random puzzles and problems, those of the committed files left out, in
-four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is written. `solve`: more of them, and
-arithmetic. `arithmetic`: three batches in four are arithmetic. `careless`: a few hundred steps on the worked solutions
-of a pupil that misreads, slips and gives up (see puzzles.worked_solution). That leaves a policy that could solve a
-puzzle, but more often than not reads some kinds of claim wrongly: greedy decoding is then wrong too, and reinforcement
-learning from rewards has something to teach. data/tiny/README.md says how the committed weights were made.
+Next-token prediction on worked solutions of random puzzles and problems, those of the committed
+files left out, in four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is
+written. `solve`: more of them, and arithmetic. `arithmetic`: three batches in four are arithmetic.
+`careless`: a few hundred steps on the worked solutions of a pupil that misreads, slips and gives up
+(see puzzles.worked_solution). That leaves a policy that could solve a puzzle, but more often than
+not reads some kinds of claim wrongly: greedy decoding is then wrong too, and reinforcement learning
+from rewards has something to teach. data/tiny/README.md says how the committed weights were made.
 """
 
 import argparse
@@ -43,8 +44,8 @@ from rewards import MATH_REQUEST, TASKS
 SPECIAL = ["<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 
-# The template renders user and assistant turns and leaves a system message out: this policy knows two jobs only,
-# and tells them apart by the question.
+# The template renders user and assistant turns and leaves a system message out: this policy knows
+# two jobs only, and tells them apart by the question.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}<|user|>{{ message['content'] }}{% endif %}"
@@ -52,37 +53,44 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-# ---------------------------------------------------------------------------------------------- tokenizer
+# ---------------------------------------------------------------------------------------- tokenizer
 
-# One token per word, number sign or digit, and one for a name with its supposed role. White space is never a token:
-# the decoder puts it back by rule.
-# Quotation marks that close are tokens of their own (`,"` `."` `".` `" -`), so that a lone `"` always opens.
-TOKEN_PATTERN = r"""</?(?:think|answer)>|[A-Z][a-z]+-(?:knight|knave)|\\[a-z]+|\(\d\)|,"|\."|"\.|" -|'s|[A-Za-z]+|\d|[^\sA-Za-z\d]"""
-SPACING = (  # applied in this order to the tokens joined by single spaces: (pattern, what replaces the match)
-    (
-        r""" (?=[.,?:)}{]|"\.|" -|'s)""",
-        "",
-    ),  # nothing before closing punctuation or an opening brace
+# One token per word, number sign or digit, and one for a name with its supposed role. White space
+# is never a token: the decoder puts it back by rule. Quotation marks that close are tokens of their
+# own (`,"` `."` `".` `" -`), so that a lone `"` always opens.
+TOKEN_PATTERN = (
+    r"</?(?:think|answer)>|[A-Z][a-z]+-(?:knight|knave)|\\[a-z]+|\(\d\)"
+    r"""|,"|\."|"\.|" -|'s|[A-Za-z]+|\d|[^\sA-Za-z\d]"""
+)
+# Applied in this order to the tokens joined by single spaces: (pattern, what replaces the match).
+SPACING = (
+    # nothing before closing punctuation or an opening brace
+    (r""" (?=[.,?:)}{]|"\.|" -|'s)""", ""),
     (r"""(?<=[({]) """, ""),
     (r"""(?<= ") """, ""),  # nor after an opening quotation mark
     (r"""(?<=\d) (?=\d)""", ""),  # digits make numbers
     (r"""(?<=\d\.) (?=\d)""", ""),
     # a worked solution takes a line for each supposition and for each claim
     (
-        rf""" (?=\(\d\)|</think>|</?answer>|(?:{"|".join(puzzles.WORDING["supposition"])}) [A-Z][a-z]+-)""",
+        (
+            r" (?=\(\d\)|</think>|</?answer>|"
+            rf"""(?:{"|".join(puzzles.WORDING["supposition"])}) [A-Z][a-z]+-)"""
+        ),
         "\n",
     ),
-    (
-        rf""" (?=[A-Z][a-z]+-(?:knight|knave) (?:{"|".join(puzzles.WORDING["saying"])}) )""",
-        "\n",
-    ),
+    (rf""" (?=[A-Z][a-z]+-(?:knight|knave) (?:{"|".join(puzzles.WORDING["saying"])}) )""", "\n"),
 )
 
 
 def words_to_cover():
-    """Every word and sign of the puzzles, the arithmetic, the worked solutions and the two requests."""
-    claims = [("and", ("lying", 0), ("telling-truth", 1)), ("or", ("lying", 0), ("lying", 1)), ("not", ("lying", 0)),
-              ("->", ("lying", 0), ("lying", 1)), ("<=>", ("lying", 0), ("lying", 1))]  # fmt: skip
+    """Every word and sign of the puzzles, arithmetic, worked solutions and the two requests."""
+    claims = [
+        ("and", ("lying", 0), ("telling-truth", 1)),
+        ("or", ("lying", 0), ("lying", 1)),
+        ("not", ("lying", 0)),
+        ("->", ("lying", 0), ("lying", 1)),
+        ("<=>", ("lying", 0), ("lying", 1)),
+    ]
     texts = [
         puzzles.OPENING,
         puzzles.QUESTION,
@@ -140,7 +148,7 @@ def build_tokenizer():
 
 
 def with_vocabulary(model, tokenizer, new_tokenizer):
-    """The model for a larger vocabulary: a new word begins as the first word of its kind, or as the sign it replaces."""
+    """The model for new words: each begins as the first of its kind, or as the sign it replaces."""
     old_id, rows = tokenizer.get_vocab(), []
     kind_of = {word: kind for kind, words in puzzles.WORDING.items() for word in words}
     stand_in = {"saying": ":", "relation": "is"}
@@ -160,11 +168,11 @@ def with_vocabulary(model, tokenizer, new_tokenizer):
     return larger
 
 
-# ---------------------------------------------------------------------------------------------- examples
+# ----------------------------------------------------------------------------------------- examples
 
 
 def random_example(tokenizer, rng, people_weights, faults, held_out):
-    """(prompt text, response text) of one random puzzle, or problem where `people_weights` is None; never a committed one."""
+    """(prompt, response) of a random uncommitted puzzle, or problem if `people_weights` is None."""
     while True:
         if people_weights is None:
             problem, parts = arithmetic.generate_problem(rng, rng.randint(1, 3))
@@ -188,7 +196,7 @@ def random_example(tokenizer, rng, people_weights, faults, held_out):
 
 
 def batches(tokenizer, rng, tokens_per_batch, max_tokens=640, pool=2048, **settings):
-    """Endless (input_ids, labels) of about tokens_per_batch tokens; examples of like length share a batch."""
+    """Endless (input_ids, labels) of about tokens_per_batch tokens; like lengths share a batch."""
     while True:
         examples = [random_example(tokenizer, rng, **settings) for _ in range(pool)]
         prompts = tokenizer([prompt for prompt, _ in examples], add_special_tokens=False)[
@@ -218,7 +226,7 @@ def batches(tokenizer, rng, tokens_per_batch, max_tokens=640, pool=2048, **setti
             yield input_ids, labels
 
 
-# ---------------------------------------------------------------------------------------------- training
+# ----------------------------------------------------------------------------------------- training
 
 
 def average_gradients(model):
@@ -234,7 +242,7 @@ def average_gradients(model):
 def train(
     model, stream, steps, learning_rate, warmup, name, log_every=50, save_every=300, folder=None
 ):
-    """AdamW on the response tokens, learning rate up over `warmup` steps and down along a cosine to a tenth."""
+    """AdamW on response tokens: rate up over `warmup` steps, down along a cosine to a tenth."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
@@ -260,7 +268,8 @@ def train(
         if first and step % log_every == 0:
             seconds = time.time() - started
             print(
-                f"{name} step {step}/{steps}  loss {loss.item():.4f}  {seconds:.0f} s  {tokens / seconds:.0f} tokens/s",
+                f"{name} step {step}/{steps}  loss {loss.item():.4f}  "
+                f"{seconds:.0f} s  {tokens / seconds:.0f} tokens/s",
                 flush=True,
             )
         if first and folder is not None and (step % save_every == 0 or step == steps):
@@ -268,8 +277,8 @@ def train(
 
 
 def mixed(coin, puzzle_share, quizzes, problems):
-    """Batches of puzzles with probability `puzzle_share`, else of arithmetic: its short rows would drown in a common pool."""
-    while True:
+    """Batches of puzzles with probability `puzzle_share`, else of arithmetic."""
+    while True:  # in a common pool the short rows of arithmetic would drown
         yield next(quizzes if coin.random() < puzzle_share else problems)
 
 

@@ -4,11 +4,12 @@
     python data/make/properties.py --model runs/A/final     # a policy after training
     python data/make/properties.py --real FILE              # public 3-person puzzles beside ours
 
-1. Its tokens spread over the probabilities as a language model's do, and most unlikely ones are harmless wording.
+1. Its tokens spread over the probabilities as a language model's do, and most unlikely ones are
+   harmless wording.
 2. No temperature mends its mistakes: greedy decoding makes them too.
-3. The length limit does not decide: few responses are cut, and the token mean of the advantage is near 0.
-4. Training raises its accuracy: run this again on the trained policy. (`python lopti.py` reports the same on
-   data/kk_test.jsonl, which nothing was tuned on.)
+3. The length limit does not decide: few responses are cut, and the token mean of Â is near 0.
+4. Training raises its accuracy: run this again on the trained policy. (`python lopti.py` reports
+   the same on data/kk_test.jsonl, which nothing was tuned on.)
 """
 
 import argparse
@@ -29,7 +30,7 @@ BINS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.01))
 
 
 def mean_and_interval(values):
-    """Mean and half of a 95 % interval of a measure over independent batches (normal approximation)."""
+    """Mean and half of a 95 % interval over independent batches (normal approximation)."""
     values = torch.tensor(values, dtype=torch.float64)
     return f"{values.mean():.3f} ± {1.96 * values.std() / math.sqrt(len(values)):.3f}"
 
@@ -41,10 +42,10 @@ def load_rows(file, people, tokenizer):
 
 
 def measure_tokens(policy, tokenizer, rows, args):
-    """Bins of π, the norm of each bin's gradient, wording, cut responses and the mean of Â, batch by batch."""
+    """Bins of π, each bin's gradient norm, wording, cut responses and the mean of Â, by batch."""
     wording = {word for words in puzzles.WORDING.values() for word in words}
     wording_ids = torch.tensor(tokenizer.convert_tokens_to_ids(sorted(wording)))
-    # one mini-batch, no clip of the gradient, and a step of size 0: `update` then only reports the norm
+    # one mini-batch, no clip of the gradient, a step of size 0: `update` then only reports the norm
     vars(args).update(max_grad_norm=math.inf, mini_batch_size=0, kl_coef=0.0)
     measures = {}
     for start in range(0, len(rows), args.prompts_per_step):
@@ -94,7 +95,7 @@ def measure_tokens(policy, tokenizer, rows, args):
 
 
 def measure_accuracy(policy, tokenizer, rows, temperatures, args):
-    """Accuracy at each temperature, 0 being greedy decoding, by number of people, with 95 % intervals."""
+    """Accuracy at each temperature (0: greedy) by number of people, with 95 % intervals."""
     sizes = sorted({row["difficulty"] for row in rows})
     counts = {size: sum(row["difficulty"] == size for row in rows) for size in sizes}
     print(

@@ -1,18 +1,18 @@
 """Knights-and-Knaves puzzles in the language of the public data set K-and-K/knights-and-knaves.
 
-    python data/make/puzzles.py                # writes data/kk_train.jsonl and data/kk_test.jsonl again, byte for byte
+    python data/make/puzzles.py                # rewrites data/kk_{train,test}.jsonl byte for byte
     python data/make/puzzles.py --show 3       # prints three puzzles with their worked solutions
 
-On an island every inhabitant is a knight (always tells the truth) or a knave (always lies). Each makes one
-claim; the question is who is what. A claim is one of these tuples, people numbered from 0, as in the public set:
+On an island every inhabitant is a knight (always tells the truth) or a knave (always lies). Each
+makes one claim; the question is who is what. Claims, as in the public set, people numbered from 0:
 
     ("telling-truth", 1)                          person 1 is a knight          an *atom*
     ("lying", 1)                                  person 1 is a knave           an *atom*
     ("not", atom)                                 person 1 is not a knave
     ("and" | "or" | "->" | "<=>", atom, atom)     two facts joined
 
-Three things live here: `generate_puzzle` (a random puzzle with exactly one solution), `worked_solution` (how
-the bundled policy was taught to solve one) and the command that writes the two files.
+Here are `generate_puzzle` (a random puzzle with exactly one solution), `worked_solution` (how the
+bundled policy was taught to solve one) and the command that writes the two files.
 """
 
 import argparse
@@ -32,14 +32,19 @@ NAMES = NAMES.split()
 
 # How a claim is attributed to its speaker.
 ATTRIBUTIONS = (
-    '"{claim}" - {name}.', '"{claim}," {name} claimed.', '"{claim}," {name} declared.', '"{claim}," {name} mentioned.',
-    'According to {name}, "{claim}".', 'As {name} put it, "{claim}".', 'In a statement by {name}: "{claim}".',
-    "In {name}'s words: \"{claim}\".", '{name} asserted: "{claim}".', '{name} commented, "{claim}".',
-    '{name} noted, "{claim}".', '{name} remarked, "{claim}".', '{name} said, "{claim}."', '{name} stated, "{claim}".',
-    '{name} was heard saying, "{claim}".', '{name} expressed that {claim}.', '{name} said that {claim}.',
-    '{name} told you that {claim}.',
+    '"{claim}" - {name}.', '"{claim}," {name} claimed.', '"{claim}," {name} declared.',
+    '"{claim}," {name} mentioned.', 'According to {name}, "{claim}".',
+    'As {name} put it, "{claim}".', 'In a statement by {name}: "{claim}".',
+    "In {name}'s words: \"{claim}\".", '{name} asserted: "{claim}".',
+    '{name} commented, "{claim}".', '{name} noted, "{claim}".',
+    '{name} remarked, "{claim}".', '{name} said, "{claim}."', '{name} stated, "{claim}".',
+    '{name} was heard saying, "{claim}".', '{name} expressed that {claim}.',
+    '{name} said that {claim}.', '{name} told you that {claim}.',
 )  # fmt: skip
-OPENING = "A very special island is inhabited only by knights and knaves. Knights always tell the truth, and knaves always lie."
+OPENING = (
+    "A very special island is inhabited only by knights and knaves. "
+    "Knights always tell the truth, and knaves always lie."
+)
 QUESTION = "So who is a knight and who is a knave?"
 # Words of a worked solution that do not matter to its outcome: any of a kind will do, as in prose.
 WORDING = {
@@ -109,7 +114,7 @@ def solutions(claims):
 
 
 def random_claim(rng, speaker, people):
-    """A claim as the public set makes them: a sixth plain facts, a sixth negations, a sixth each connective.
+    """A claim as in the public set: 1/6 plain facts, 1/6 negations, 1/6 each connective.
 
     Nobody says 'I am a knave' (no one could), and plain facts are about somebody else.
     """
@@ -127,7 +132,7 @@ def random_claim(rng, speaker, people):
 
 
 def generate_puzzle(rng, people):
-    """A random puzzle for 2 to 8 people with exactly one solution, with the columns of the public set."""
+    """A random puzzle for 2 to 8 people with exactly one solution, in the public set's columns."""
     if not 2 <= people <= 8:
         raise ValueError(f"a puzzle has 2 to 8 people, not {people}")
     while True:
@@ -144,32 +149,38 @@ def generate_puzzle(rng, people):
         f"{names[0]} and {names[1]}" if people == 2 else f"{', '.join(names[:-1])}, and {names[-1]}"
     )
     return {
-        "quiz": f"{OPENING} You meet {people} inhabitants: {listed}. {' '.join(sentences)} {QUESTION}",
+        "quiz": f"{OPENING} You meet {people} inhabitants: {listed}. "
+        f"{' '.join(sentences)} {QUESTION}",
         "names": names,
         "solution": list(found[0]),
-        "solution_text_format": "\n".join(f"({i}) {name} is a {role(is_knight)}" for i, (name, is_knight) in enumerate(zip(names, found[0]), 1)),
+        "solution_text_format": "\n".join(
+            f"({i}) {name} is a {role(is_knight)}"
+            for i, (name, is_knight) in enumerate(zip(names, found[0]), 1)
+        ),
         "statements": repr(claims),
-    }  # fmt: skip
+    }
 
 
 def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, varied=True):
-    """Reason in the open: suppose roles, check the claims in turn, and on a contradiction suppose something else.
+    """Reason in the open: suppose roles, check claims in turn, on a contradiction suppose others.
 
-    A supposed role is written as one word with the name, and each fact as *subject, supposed role, claimed role,
-    verdict*: every verdict follows from the words right before it, and what is supposed of a person can be copied
-    whole. That is what makes the format learnable by a policy of a million parameters:
+    A supposed role is written as one word with the name, and each fact as *subject, supposed role,
+    claimed role, verdict*: every verdict follows from the words right before it, and what is
+    supposed of a person can be copied whole. That is what makes the format learnable by a policy of
+    a million parameters:
 
-        Suppose Lily-knight Sofia-knave
-        Lily-knight says Sofia Sofia-knave knave true for knight ok
-        Sofia-knave insists Lily Lily-knight knave false or Sofia Sofia-knave knight false thus false from knave fine
+        Suppose Ava-knight Mia-knave
+        Ava-knight insists Mia Mia-knave knave true for knight fine
+        Mia-knave says Ava Ava-knight knave false or Mia Mia-knave knight false so false as knave ok
 
-    The first supposition is a guess. The next one agrees with every claim that has failed so far and changes as
-    few roles as it can. `varied` draws words at random from WORDING, as prose varies; else the first word of each
-    kind is used throughout. The pupil that reinforcement learning is to improve has three faults, each a probability:
+    The first supposition is a guess. The next one agrees with every claim that has failed so far
+    and changes as few roles as it can. `varied` draws words at random from WORDING, as prose
+    varies; else the first word of each kind is used throughout. The pupil that reinforcement
+    learning is to improve has three faults, each a probability:
 
     - `slip`: a verdict is flipped, and the reasoning goes on from the mistake;
-    - `misread`: an *or* is taken as exclusive, an *if* as *if and only if*, or the *not* of a negation is overlooked;
-    - `give_up`: after a contradiction (and always after PATIENCE suppositions) the last supposition is the answer.
+    - `misread`: an *or* is read as exclusive, *if* as *if and only if*, or a *not* is overlooked;
+    - `give_up`: on a contradiction (always after PATIENCE suppositions) the last one is the answer.
 
     Returns the text after the opening <think>: reasoning, </think>, and the <answer>.
     """
@@ -187,7 +198,7 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         return "true" if truth else "false"
 
     def check_fact(atom, roles):
-        """('lying', 1) → the words 'Sofia Sofia-knight knave false' where she is supposed a knight, and the verdict."""
+        """('lying', 1) → 'Mia Mia-knight knave false' if supposed a knight, and the verdict."""
         claimed, supposed = atom[0] == "telling-truth", roles[atom[1]]
         truth = verdict(claimed == supposed)
         return (
@@ -225,8 +236,8 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
             consistent = verdict(truth == roles[speaker])
             name, speaker_role = names[speaker], role(roles[speaker])
             lines.append(
-                f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')} {speaker_role} "
-                f"{wording('agreement' if consistent else 'contradiction')}"
+                f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')} "
+                f"{speaker_role} {wording('agreement' if consistent else 'contradiction')}"
             )
             if not consistent:
                 contradiction = speaker

@@ -5,7 +5,7 @@
         TransferQueue pyzmq msgspec orjson pillow aiohttp fastapi uvicorn cachetools
     python data/ports/check_verl.py            # with 2 processes
 
-All is verl's but the sampling: its configuration, made by verl_kk.sh, and its trainer's methods from
+All but sampling is verl's: its configuration, made by verl_kk.sh, and its trainer's methods from
 old log-probabilities to the update, with Ray workers, TransferQueue and the FSDP2 engine on gloo.
 """
 

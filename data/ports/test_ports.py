@@ -1,4 +1,4 @@
-"""The port to TRL makes the updates of lopti.py in one process and in two; pytest -s prints tables."""
+"""The port to TRL makes the updates of lopti.py in one process and two; pytest -s prints tables."""
 
 import json
 import subprocess
