@@ -44,6 +44,7 @@ sys.path[:0] = [str(ROOT / "data" / folder) for folder in ("make", "lab")]
 
 import experiments
 import golden
+import measures
 import plot
 import puzzles
 import theory
@@ -1569,7 +1570,6 @@ ERRORS = {  # the flags: what the sentence must name
     "--group-size 1": "--group-size",
     "--update-only low --eta 0": "--eta",
     "--people 9": "--people",
-    "--data nowhere.jsonl": "nowhere.jsonl",
     "--eval-data {broken}": "broken.jsonl",
     "--data {holes}": "holes.jsonl",
     "--data {null}": "null.jsonl",
@@ -1694,7 +1694,7 @@ def test_plot_draws_run_folders(finished_run, monkeypatch, tmp_path):
     assert plot.main() in (None, 0) and Path("plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("module", [lopti, rewards, experiments, variants])
+@pytest.mark.parametrize("module", [lopti, rewards, experiments, measures, variants])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
     assert result.attempted > 0 == result.failed

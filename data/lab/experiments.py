@@ -100,7 +100,8 @@ PLAN = [  # (method, seed), in order of importance
     *runs_of(range(5), "GRPO", *CURES, "reversed Lopti"),
     *runs_of(range(5, 10), "GRPO"),
     *runs_of([0], *UNTRAINED),
-    *runs_of(range(3), "GRPO, two passes", "high only", "reward-free", "AR, centred"),
+    *runs_of(range(3), "high only", "low only", "AR α = 1"),
+    *runs_of(range(3), "reward-free", "GRPO, two passes", "AR, centred"),
     *runs_of(range(3), *list(GROUPS["steps and their size"])[1:]),
     *runs_of(range(3, 5), "high only", *GROUPS["steps and their size"], "AR, centred"),
     *runs_of(range(3), *IN_CELLS),
@@ -108,7 +109,7 @@ PLAN = [  # (method, seed), in order of importance
     *runs_of(range(5), "min-p"),
     *runs_of(range(5), *GROUPS["later treatments"]),
     *runs_of(range(3), *GROUPS["other rates"]),
-    *runs_of(range(3), "low only", *GROUPS["sweeps"]),
+    *runs_of(range(3), *[method for method in GROUPS["sweeps"] if method != "AR α = 1"]),
 ]
 
 SETTINGS = "--eval-every 6 --eval-samples 2 --quiet"

@@ -352,6 +352,23 @@ def figure_1_rows(line):
     ]
 
 
+def agreement_table(policy, tokenizer, rollouts, args):
+    """Of the gradient of each part of the tokens: how much batches have in common."""
+    shares, gradients = {}, {}
+    for rollout in rollouts:
+        for name, tokens in measures.parts_of(tokenizer, rollout).items():
+            gradient = measures.gradient(policy, tokens, rollout, args)
+            gradients.setdefault(name, []).append(gradient)
+            shares.setdefault(name, []).append(100 * float(tokens.sum() / rollout.mask.sum()))
+    rows = [("tokens", "% of all", "‖∇‖", "cosine of two batches", "‖expected ∇‖")]
+    for name, of_batches in gradients.items():
+        norm, cosine, half, signal = measures.agreement(torch.stack(of_batches))
+        common = f"{number(cosine, 2)} ± {number(half, 2)}"
+        share = number(np.mean(shares[name]), 1)
+        rows.append((name, share, number(norm, 3), common, number(signal, 3)))
+    return table(rows, f"{len(rollouts)} batches; ± is half of a 95 % interval (jackknife).")
+
+
 def change_rows(line):
     """Fig. 1 (e) and (f) held against (c)."""
     change = line["figure_1"]["change"]

@@ -118,6 +118,12 @@ def gradient_norm(policy, tokens, rollout, args):
     return lopti.update(policy, still, rollout, tokens, one_free_step(args)).get("grad_norm", 0.0)
 
 
+def gradient(policy, tokens, rollout, args):
+    """∇ loss as one long vector when only `tokens` are in it: what a step of size 1 takes away."""
+    twin = copy.deepcopy(policy)
+    return -weight_step(twin, sgd(1.0)(twin), rollout, tokens, one_free_step(args))
+
+
 def one_free_step(args):
     """The simplest update: one mini-batch, no KL, no clip of the norm to change its gradient."""
     return changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
@@ -131,6 +137,46 @@ def sgd(rate):
 def adamw(args):
     """The optimizer of training, with nothing remembered yet."""
     return lambda policy: lopti.make_optimizer(policy, args)
+
+
+# ---- signal or noise?
+
+
+def parts_of(tokenizer, rollout):
+    """Name -> tokens (B, T): the four bins, and the lowest one cut into wording and the rest."""
+    words = sorted({word for kind in puzzles.WORDING.values() for word in kind})
+    wording = torch.isin(
+        rollout.response_ids, torch.tensor(tokenizer.convert_tokens_to_ids(words))
+    )  # (B, T)
+    bins = bins_of(rollout.old_logprobs.exp(), rollout.mask)
+    names = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
+    parts = {"π < .25, wording": bins[0] & wording, "π < .25, all else": bins[0] & ~wording}
+    return {"all": rollout.mask, **dict(zip(names, bins)), **parts}
+
+
+def agreement(gradients):
+    """What the gradients (N, D) of N batches have in common: (norm, cosine, half, signal).
+
+    Their mean norm; the mean cosine of two of them, with half of its 95 % interval by the jackknife
+    over batches; and the norm of the expected gradient, √(mean of g_i·g_j over i ≠ j), which is the
+    part of the norm that does not average out.
+
+    >>> [round(x, 1) for x in agreement(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]))]
+    [1.0, 0.3, 2.9, 0.6]
+    """
+    gradients = gradients.double()
+    dots = gradients @ gradients.T  # (N, N)
+    norms, batches = dots.diag().sqrt(), range(len(dots))
+    cosines = dots / norms / norms[:, None]
+
+    def off_diagonal(matrix):
+        pairs = len(matrix) * (len(matrix) - 1)
+        return float(matrix.sum() - matrix.trace()) / pairs if pairs else math.nan
+
+    others = [[j for j in batches if j != i] for i in batches]
+    _, half = mean_and_half([off_diagonal(cosines[rows][:, rows]) for rows in others])
+    signal = math.sqrt(max(off_diagonal(dots), 0.0))
+    return float(norms.mean()), off_diagonal(cosines), (len(dots) - 1) * half, signal
 
 
 # ---- the paper's figures
