@@ -344,6 +344,20 @@ def lever_shares(rollout, alpha):
     return [float(levers[tokens].sum() / levers.sum()) for tokens in bins_of(pi, rollout.mask)]
 
 
+def turned(policy, rollout, args, alphas=(0.1, 0.3, 1.0)):
+    """What Eq. 4 does to the gradient, for each α: [cosine with GRPO's, length over GRPO's].
+
+    AdamW divides a gradient by its size, so that only the turn is left of it, not the length.
+    """
+    plain, result = gradient(policy, rollout.mask, rollout, args), {}
+    for alpha in alphas:
+        weighted = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
+        other = gradient(policy, rollout.mask, changed(rollout, advantages=weighted), args)
+        cosine = torch.nn.functional.cosine_similarity(plain, other, dim=0)
+        result[f"{alpha:g}"] = [float(cosine), float(other.norm() / plain.norm())]
+    return result
+
+
 # ---- words
 
 KINDS = {  # the paper's categories -> words of a worked solution

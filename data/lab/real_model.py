@@ -206,6 +206,7 @@ def measure_batch(task):
         "entropy": float(old.entropies.sum() / rollout.mask.sum()),
         "figure_1": measures.figure_1(policy, rollout, args, rate),
         "figure_3": measures.figure_3(policy, rollout, args, rate),
+        "turned": measures.turned(policy, rollout, args),
     }
     if number == 0:  # spread over the batch
         chosen = range(0, len(rollout.mask), max(1, len(rollout.mask) // responses))
