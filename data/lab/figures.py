@@ -5,6 +5,8 @@ A "line" is what was measured on one rollout batch, as measures.py and real_mode
 """
 
 import io
+import re
+from collections import Counter
 
 import experiments
 import matplotlib.pyplot as plt
@@ -23,9 +25,10 @@ BINS = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
 BIN_COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
 ORANGE, BLUE, GREY = "#D55E00", "#0072B2", "#999999"
 REAL = measures.RESULTS / "real_model_figures.jsonl"
-REAL_COMMAND = "python data/lab/real_model.py figures --model smollm2"
+REAL_COMMAND = "python data/lab/real_model.py figures"
 CHANGE_LIMITS = (-0.15, 0.15)
-COMPARED = {name: measures.METHODS[name] for name in ("GRPO", "GRPO, two passes", "AR", "Lopti")}
+NAMES = ("the bundled policy", "SmolLM2-135M-Instruct")
+SMOLLM2_WORDS = 49152  # of its vocabulary
 TICKS = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a logit axis
 plt.rcParams.update({"axes.titlesize": 17, "legend.fontsize": 15, "legend.frameon": False})
 
@@ -115,9 +118,15 @@ def token_sheet(tokenizer, rollout, row, *, width=104, lines=3, eta=0.5):
     return picture(figure)
 
 
-def tokens_and_gradients(lines):
+def both(draw, lines, real):
+    """The same picture of the bundled policy and, where it has been measured, of SmolLM2."""
+    return [draw(measured, name) for measured, name in zip((lines, real), NAMES) if measured]
+
+
+def tokens_and_gradients(lines, name):
     """Fig. 1 (a) to (d)."""
     figure, axes = canvas(2, 2)
+    figure.suptitle(name)
     ones = [line["figure_1"] for line in lines]
     shares = measures.over_batches([[100 * share for share in one["share"]] for one in ones])
     bars(axes[0, 0], BINS, {"": shares}, colours=BIN_COLOURS, digits=1)
@@ -132,24 +141,33 @@ def tokens_and_gradients(lines):
     return picture(figure)
 
 
-def who_moves_whom(lines):
+def who_moves_whom(lines, name):
     """Fig. 1 (c), (e), (f) on one scale, and the mean size of the change in each bin."""
     figure, axes = canvas(2, 2)
+    figure.suptitle(name)
     titles = {"all": "(c) update on all", "lowest": "(e) on π < .25", "highest": "(f) on π ≥ .75"}
     changes, sizes = [line["figure_1"]["change"] for line in lines], {}
-    for axis, (name, title) in zip(axes.flat, titles.items()):
-        violins(axis, [change[name] for change in changes], CHANGE_LIMITS)
+    for axis, (updated, title) in zip(axes.flat, titles.items()):
+        change = [change[updated] for change in changes]
+        violins(axis, change, CHANGE_LIMITS)
         axis.set(title=title, ylabel="change of π")
-        sizes[title] = measures.over_batches([change[name]["size_by_bin"] for change in changes])
+        sizes[title] = measures.over_batches([one["size_by_bin"] for one in change])
     bars(axes[1, 1], BINS, sizes)
     axes[1, 1].set(title="mean size of the change", yscale="log", ylabel="|change of π|")
     axes[1, 1].legend(fontsize=13, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.1))
     return picture(figure)
 
 
-def proposition(tokens, vocabulary_size):
+def some_layers(layers, most=6):
+    """Which columns of `layers` to show: all, or of a deep model five from first to last."""
+    count = layers.shape[1]
+    return range(count) if count <= most else np.linspace(0, count - 1, 5).astype(int)
+
+
+def proposition(tokens, vocabulary_size, name):
     """Fig. 2: the cone at the logits, and the norms at the layers."""
     figure, axes = canvas(1, 2, 5.6)
+    figure.suptitle(name)
     pi = np.clip(tokens["probability"], 0, 1 - 1e-6)
     grid = torch.tensor(np.append(np.linspace(2e-4, 0.99, 300), 1 - np.geomspace(0.01, 2e-5, 100)))
     lower, upper = theory.logit_gradient_bounds(grid, vocabulary_size)
@@ -159,10 +177,9 @@ def proposition(tokens, vocabulary_size):
     logit_axis(axes[0])
     axes[0].set(title="at the logits", ylabel="‖∇ log π‖")
     layers = np.array(tokens["at_layers"])
-    for number in range(layers.shape[1]):
-        name = f"layer {number}" if number else "embedding"
-        colour = COLOURS[(number + 1) % len(COLOURS)]
-        axes[1].loglog(1 - pi, layers[:, number], "o", markersize=3, color=colour, label=name)
+    for number, colour in zip(some_layers(layers), COLOURS[1:]):
+        label = f"layer {number}" if number else "embedding"
+        axes[1].loglog(1 - pi, layers[:, number], "o", markersize=3, color=colour, label=label)
     axes[1].set(title="at the layers' outputs", xlabel="1 − π", ylabel="‖∇ log π‖")
     axes[1].set(xlim=(1e-4, 1.3), ylim=(layers[1 - pi > 1e-4].min() / 2, None))
     for axis in axes:
@@ -187,9 +204,10 @@ def levers(rollouts, alphas=(0.0, 0.1, 0.3, 1.0)):
     return picture(figure)
 
 
-def risen(lines, optimizers=("SGD", "AdamW")):
+def risen(lines, name, optimizers=("SGD", "AdamW")):
     """Fig. 3 for both optimizers."""
     figure, axes = canvas(1, 2, 5.2, sharey=True)
+    figure.suptitle(name)
     for axis, optimizer in zip(axes, optimizers):
         of_lines = [line["figure_3"][optimizer]["risen"] for line in lines]
         groups = {
@@ -322,7 +340,7 @@ def columns(rows_of, measured):
     ]
 
 
-HEAD = ("", "paper", "bundled policy", "SmolLM2-135M-Instruct")
+HEAD = ("", "paper", *NAMES)
 NOT_MEASURED = f"SmolLM2 is not measured yet: `{REAL_COMMAND}` does it."
 
 
@@ -354,19 +372,23 @@ def figure_1_rows(line):
 
 def agreement_table(policy, tokenizer, rollouts, args):
     """Of the gradient of each part of the tokens: how much batches have in common."""
-    shares, gradients = {}, {}
+    shares, gradients, words = {}, {}, Counter()
     for rollout in rollouts:
         for name, tokens in measures.parts_of(tokenizer, rollout).items():
             gradient = measures.gradient(policy, tokens, rollout, args)
             gradients.setdefault(name, []).append(gradient)
             shares.setdefault(name, []).append(100 * float(tokens.sum() / rollout.mask.sum()))
+        decoded = tokenizer.batch_decode(rollout.response_ids[tokens][:, None])  # the last part's
+        words.update(re.sub(r".*-(knight|knave)", "a name with its role", w) for w in decoded)
     rows = [("tokens", "% of all", "‖∇‖", "cosine of two batches", "‖expected ∇‖")]
     for name, of_batches in gradients.items():
         norm, cosine, half, signal = measures.agreement(torch.stack(of_batches))
         common = f"{number(cosine, 2)} ± {number(half, 2)}"
         share = number(np.mean(shares[name]), 1)
         rows.append((name, share, number(norm, 3), common, number(signal, 3)))
-    return table(rows, f"{len(rollouts)} batches; ± is half of a 95 % interval (jackknife).")
+    note = f"{len(rollouts)} batches; ± is half of a 95 % interval (jackknife). "
+    most = [f"`{word}` {count / words.total():.0%}" for word, count in words.most_common(6)]
+    return table(rows, f"{note}*All else* is {', '.join(most)}, and others.")
 
 
 def change_rows(line):
@@ -381,6 +403,15 @@ def change_rows(line):
         ("mean size of (e), of (f), over that of (c)", "near 1 / much smaller", sizes, 2),
         ("the same, tokens with π ≥ .75 only", "not given", of_likely, 2),
         ("correlation of (e), of (f), with (c)", "not given", likeness, 2),
+    ]
+
+
+def turned_rows(line):
+    """What Eq. 4 leaves of the gradient's direction and length."""
+    cosines, lengths = zip(*line["turned"].values())
+    return [
+        ("cosine with GRPO's gradient, α = .1 / .3 / 1", "not given", cosines, 3),
+        ("length over that of GRPO's gradient", "not given", lengths, 2),
     ]
 
 
@@ -415,9 +446,7 @@ def proposition_table(tokens, vocabulary_size, real):
         lower, upper = theory.logit_gradient_bounds(torch.tensor(pi), size)
         inside = (norms >= lower.numpy() - 1e-4) & (norms <= upper.numpy() + 1e-4)
         above = norms**2 >= 1 - 2 * pi + np.exp(-entropies) - 1e-4
-        ends = range(layers.shape[1])
-        if len(ends) > 6:  # of a deep model: embedding, some layers, the last
-            ends = np.linspace(0, layers.shape[1] - 1, 5).astype(int)
+        ends = some_layers(layers)
         unlikely, likely = layers[pi < 0.25], layers[pi >= 0.75]
         return (
             f"{len(pi)}",
@@ -435,7 +464,7 @@ def proposition_table(tokens, vocabulary_size, real):
         ("median ‖∇‖, π < .25 over π ≥ .75, embedding to last layer", "not given"),
     )
     measured = [line["figure_2"] for line in real if "figure_2" in line][:1]
-    others = cells(measured[0], 49152) if measured else [""] * len(names)
+    others = cells(measured[0], SMOLLM2_WORDS) if measured else [""] * len(names)
     rows = zip(names, cells(tokens, vocabulary_size), others)
     rows = [(*name, ours, other) for name, ours, other in rows]
     return table([HEAD, *rows], "" if measured else NOT_MEASURED)

@@ -33,7 +33,6 @@ METHODS = {  # name -> what differs from plain GRPO
     "GRPO, two passes": {"passes": 2},
     "AR": {"alpha": 0.3},
     "Lopti": {"eta": 0.5},
-    "AR + Lopti": {"alpha": 0.3, "eta": 0.5},
 }
 
 
