@@ -120,7 +120,13 @@ def token_sheet(tokenizer, rollout, row, *, width=104, lines=3, eta=0.5):
 
 def both(draw, lines, real):
     """The same picture of the bundled policy and, where it has been measured, of SmolLM2."""
-    return [draw(measured, name) for measured, name in zip((lines, real), NAMES) if measured]
+    sets = [with_gradient(measured) for measured in (lines, real)]
+    return [draw(measured, name) for measured, name in zip(sets, NAMES) if measured]
+
+
+def with_gradient(lines):
+    """The batches with a gradient: some group of answers had rewards that differ."""
+    return [line for line in lines if line["figure_1"]["norm"]["all"]]
 
 
 def tokens_and_gradients(lines, name):
@@ -347,7 +353,9 @@ NOT_MEASURED = f"SmolLM2 is not measured yet: `{REAL_COMMAND}` does it."
 def beside(rows_of, lines, real):
     """A table of what the paper reports, what is measured here, and on a real language model."""
     note = f"Means over {len(lines)} batches ± half of a 95 % interval. "
-    note += f"SmolLM2: {len(real)} batches of one-step word problems." if real else NOT_MEASURED
+    without = len(real) - len(with_gradient(real))
+    ours = f"SmolLM2: {len(real)} of 16 answers to word problems, {without} without a gradient."
+    note += ours if real else NOT_MEASURED
     return table([HEAD, *columns(rows_of, [lines, real])], note)
 
 
