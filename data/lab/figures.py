@@ -354,7 +354,7 @@ def beside(rows_of, lines, real):
     """A table of what the paper reports, what is measured here, and on a real language model."""
     note = f"Means over {len(lines)} batches ± half of a 95 % interval. "
     without = len(real) - len(with_gradient(real))
-    ours = f"SmolLM2: {len(real)} of 16 answers to word problems, {without} without a gradient."
+    ours = f"SmolLM2: {len(real)} batches of 16 answers; {without} have no gradient."
     note += ours if real else NOT_MEASURED
     return table([HEAD, *columns(rows_of, [lines, real])], note)
 
