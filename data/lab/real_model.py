@@ -53,7 +53,7 @@ THINGS = [
     "stamps",
 ]
 QUESTIONS = {  # what is told, and the end of "How many {things} ...?"
-    "addition": (
+    "sum": (
         ("There are {a} {things} on the table and {b} {things} in the box.", "are there in all"),
         (
             "{name} has {a} {things} in one bag and {b} {things} in another.",
@@ -61,12 +61,12 @@ QUESTIONS = {  # what is told, and the end of "How many {things} ...?"
         ),
         ("{name} has {a} {things} and {other} has {b} {things}.", "do they have together"),
     ),
-    "multiplication": (
+    "product": (
         ("There are {b} {things} in each of {a} boxes.", "are there in all"),
         ("{name} buys {a} bags with {b} {things} each.", "does {name} buy in all"),
     ),
 }
-LARGEST = {"addition": 50, "multiplication": 10}  # of the two numbers
+LARGEST = {"sum": 50, "product": 10}  # of the two numbers
 REQUEST = "Answer in one short sentence that ends with the number."
 
 
@@ -74,7 +74,7 @@ def word_problems(count, seed):
     """Rows {prompt, solution, level} of so many different problems; three in five are additions."""
     rng, rows = random.Random(seed), {}
     while len(rows) < count:
-        level = rng.choice(["addition"] * 3 + ["multiplication"] * 2)
+        level = rng.choice(["sum"] * 3 + ["product"] * 2)
         a, b = (rng.randint(2, LARGEST[level]) for _ in range(2))
         name, other = rng.sample(NAMES, 2)
         told, asked = rng.choice(QUESTIONS[level])
@@ -83,7 +83,7 @@ def word_problems(count, seed):
         )
         rows[question] = {
             "prompt": [{"role": "user", "content": f"{question} {REQUEST}"}],
-            "solution": str(a + b if level == "addition" else a * b),
+            "solution": str(a + b if level == "sum" else a * b),
             "level": level,
         }
     return list(rows.values())
@@ -292,7 +292,7 @@ def lines_of(file):
 
 
 def figures(options, flags):
-    file = options.results / f"real_model_figures{options.name}.jsonl"
+    file = options.results / "real_model_figures.jsonl"
     done = {line["batch"] for line in lines_of(file)}
     if "--task" not in flags:
         flags = [*write_problems(options.work), *shlex.split(FIGURE_SETTINGS), *flags]
@@ -378,7 +378,6 @@ def main():
     parser.add_argument("--batches", type=int, default=BATCHES, help="figures: rollout batches")
     parser.add_argument("--rate", type=float, default=RATE, help="figures: step size of SGD")
     parser.add_argument("--responses", type=int, default=16, help="figures: responses in Fig. 2")
-    parser.add_argument("--name", default="", help="figures: added to the name of the results file")
     options, flags = parser.parse_known_args()
     if options.command == "make":
         return make_model(options.gguf, options.model)
