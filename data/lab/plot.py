@@ -118,6 +118,7 @@ def draw_effects(lines):
         axis.axvspan(-margin, margin, color=BAND, alpha=0.5, linewidth=0)
         axis.axvline(0, color="black", linewidth=1)
         axis.set_title(f"{outcome}\nminus GRPO's")
+        axis.locator_params(axis="x", nbins=5)
     axes[0].set_yticks(list(rows.values()), list(rows))
     axes[0].set_ylim(row + 0.5, 0.3)
     return figure
