@@ -146,10 +146,8 @@ def adamw(args):
 
 def parts_of(tokenizer, rollout):
     """Name -> tokens (B, T): the four bins, and the lowest one cut into wording and the rest."""
-    words = sorted({word for kind in puzzles.WORDING.values() for word in kind})
-    wording = torch.isin(
-        rollout.response_ids, torch.tensor(tokenizer.convert_tokens_to_ids(words))
-    )  # (B, T)
+    wording_ids = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
+    wording = torch.isin(rollout.response_ids, wording_ids)  # (B, T)
     bins = bins_of(rollout.old_logprobs.exp(), rollout.mask)
     names = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
     parts = {"π < .25, wording": bins[0] & wording, "π < .25, all else": bins[0] & ~wording}
@@ -256,7 +254,7 @@ def figure_2(policy, rollout, args, responses):
     return columns
 
 
-def figure_3(policy, rollout, args, rate, methods=METHODS):
+def figure_3(policy, rollout, args, rate):
     """Fig. 3 on one rollout batch, for one step of SGD at `rate` and for one of a fresh AdamW.
 
     Norms are clipped as in training. "risen": the share of the tokens with Â > 0 whose probability
@@ -272,7 +270,7 @@ def figure_3(policy, rollout, args, rate, methods=METHODS):
     result = {}
     for name, optimizer in (("SGD", sgd(rate)), ("AdamW", adamw(args))):
         risen, stages = {}, []
-        for method, settings in methods.items():
+        for method, settings in METHODS.items():
             after = updated(policy, rollout, one_step, optimizer, **settings)
             risen[method] = [share((after[-1] > before)[tokens]) for tokens in rewarded]
             if method == "Lopti":

@@ -43,8 +43,7 @@ def load_rows(file, people, tokenizer):
 
 def measure_tokens(policy, tokenizer, rows, args):
     """Bins of π, each bin's gradient norm, wording, cut responses and the mean of Â, by batch."""
-    wording = {word for words in puzzles.WORDING.values() for word in words}
-    wording_ids = torch.tensor(tokenizer.convert_tokens_to_ids(sorted(wording)))
+    wording_ids = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
     # one mini-batch, no clip of the gradient, a step of size 0: `update` then only reports the norm
     vars(args).update(max_grad_norm=math.inf, mini_batch_size=0, kl_coef=0.0)
     measures = {}

@@ -60,6 +60,7 @@ WORDING = {
     "<=>": "iff equals",
 }
 WORDING = {kind: words.split() for kind, words in WORDING.items()}
+WORDING_WORDS = sorted({word for words in WORDING.values() for word in words})
 PATIENCE = 5  # how many suppositions a pupil makes that may give up
 
 
