@@ -15,16 +15,13 @@ import tempfile
 import time
 from pathlib import Path
 
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig
 
 DATA = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(DATA.parent), str(DATA / "ports")]
-from trl_lopti import LoptiTrainer, trl_settings
+from trl_lopti import puzzle_trainer, trl_settings
 
 import lopti
-from rewards import kk_reward
 
 
 class StepTimes(TrainerCallback):
@@ -52,22 +49,13 @@ def main():
     rows, _ = lopti.load_data(args, tokenizer)
     batches = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     rows = [row for _ in range(options.steps + 2) for row in next(batches)]
-    puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
     settings = trl_settings(args, accumulation=options.accumulation)
     updates = settings["steps_per_generation"] * settings["num_iterations"] // options.accumulation
     settings |= {"max_steps": updates * (options.steps + 1), "shuffle_dataset": False}
     times = StepTimes()
     with tempfile.TemporaryDirectory() as folder:
-        LoptiTrainer(
-            policy,
-            kk_reward,
-            GRPOConfig(folder, **settings),
-            train_dataset=Dataset.from_list(puzzles),
-            processing_class=tokenizer,
-            callbacks=[times],
-            alpha=args.alpha,
-            eta=args.eta,
-        ).train()
+        job = policy, tokenizer, rows, settings, args, folder
+        puzzle_trainer(*job, callbacks=[times]).train()
     firsts = range(updates, len(times.seconds), updates)  # without the step that warms up
     steps = [sum(times.seconds[first : first + updates]) for first in firsts]
     each, median = ", ".join(f"{step:.2f}" for step in steps), statistics.median(steps)
