@@ -4,7 +4,7 @@
     python data/lab/real_model.py make                    # smollm2/, a folder that --model takes
     python data/lab/real_model.py figures                 # Figs. 1 to 3, batch by batch
     python data/lab/real_model.py run --eta 0.5           # lopti.py on word problems
-    python data/lab/real_model.py train --jobs 8          # 48 runs, a GPU's work: see the plan
+    python data/lab/real_model.py train --jobs 8          # 80 runs, a GPU's work: see the plan
     python data/lab/real_model.py table                   # what is there of these so far
 
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
@@ -133,7 +133,7 @@ METHODS = {
     "Lopti": "--eta 0.5",
 }
 LEARNING_RATES = ("1e-5", "3e-6", "1e-6", "3e-5")  # in this order, if the clock stops them
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5)
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0)  # for the untrained model
 BATCHES = 10  # of the figures
 FIGURE_SETTINGS = "--dtype float32 --learning-rate 1e-6 --tokens-per-microbatch 2048"
