@@ -129,11 +129,16 @@ CLAIMS = [  # against GRPO
     ("control: half the rate is worse", "GRPO, rate × 0.5", "GRPO", -1),
     ("control: twice the rate is worse", "GRPO, rate × 2", "GRPO", -1),
     ("control: training without reward is worse", "reward-free", "GRPO", -1),
-    ("no claim: low-probability tokens alone", "low only", "GRPO", 0),
+    ("low-probability tokens alone are not worse", "low only", "GRPO", 1),
     ("no claim: REINFORCE++", "REINFORCE++", "GRPO", 0),
     ("A/A: min-p", "min-p", "GRPO", 0),
     ("A/A: GRPO with token-centred Â", "GRPO, centred", "GRPO", 0),
 ]
+MARGINS = {  # "not worse" is by no more than this: the interval lies above -margin
+    "sampled accuracy": 0.05,
+    "reward": 0.15,
+    "mean over training": 0.05,
+}
 OTHER_CLAIMS = [
     ("AR + Lopti beats AR", "AR + Lopti", "AR", 1),
     ("AR + Lopti beats Lopti", "AR + Lopti", "Lopti", 1),
@@ -361,10 +366,17 @@ def compare(lines, claims, outcome):
     }
 
 
-def verdict(difference, half, sign):
-    """'held', 'the opposite' or 'undecided'; '' where nothing is claimed."""
+def verdict(difference, half, sign, margin=0.0):
+    """'held', 'the opposite' or 'undecided'; '' where nothing is claimed.
+
+    With a margin the claim is that the difference is more than -margin: "not worse".
+
+    >>> verdict(-0.02, 0.04, 1), verdict(-0.02, 0.025, 1, margin=0.05)
+    ('undecided', 'held')
+    """
     if not sign:
         return ""
+    difference += margin
     if abs(difference) <= half:
         return "undecided"
     return "held" if difference * sign > 0 else "the opposite"
@@ -436,7 +448,8 @@ def claims_table(lines, claims):
         cells = []
         for outcome in JUDGED:
             difference, half = judged[outcome][claim]
-            verdict_text = verdict(difference, half, sign)
+            margin = MARGINS[outcome] if claim.endswith("not worse") else 0.0
+            verdict_text = verdict(difference, half, sign, margin)
             cells.append(f"{difference:+.3f} ± {half:.3f} {verdict_text}".strip())
         rows.append((claim, f"{counts[0]} and {counts[1]}", *cells))
     return markdown(rows)

@@ -17,6 +17,7 @@ plan, written before the first run, is in data/lab/results/DESIGN.md.
 import argparse
 import importlib.util
 import json
+import math
 import multiprocessing
 import random
 import re
@@ -30,6 +31,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
+import experiments
 import measures
 import torch
 
@@ -223,17 +225,14 @@ def train_once(task):
     torch.manual_seed(seed)
     optimizer, run = lopti.make_optimizer(policy, args), lopti.Run(args)
     lopti.train(policy, None, tokenizer, optimizer, rows, held_out, run, args)
-    return line_of(method, rate, seed, run.folder) | {
-        "held_out": lopti.evaluate(policy, tokenizer, held_out, args)[0]
+    steps = lines_of(run.folder / "metrics.jsonl")
+    return {
+        "method": method,
+        "learning_rate": rate,
+        "seed": seed,
+        "metrics": {key: [step[key] for step in steps] for key in KEPT if key in steps[0]},
+        "held_out": lopti.evaluate(policy, tokenizer, held_out, args)[0],
     }
-
-
-def line_of(method, rate, seed, folder):
-    """What is kept of a run folder, also of one that was stopped."""
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = {key: [rounded(step[key]) for step in steps] for key in KEPT if key in steps[0]}
-    settings = {"method": method, "learning_rate": rate, "seed": seed}
-    return settings | {"steps": len(steps), "metrics": metrics}
 
 
 def evaluate_untrained(task):
@@ -320,12 +319,11 @@ def train(options, flags):
     }
     plan = [(method, rate, seed) for rate in LEARNING_RATES for seed in SEEDS for method in METHODS]
     common = [*write_problems(options.work), "--model", options.model, "--quiet", *flags]
-    jobs, folders = [], {}
+    jobs = []
     for method, rate, seed in plan:
         if (method, rate, seed) in done:
             continue
         name = re.sub(r"\W+", "-", f"{method}-{rate}-{seed}")
-        folders[method, rate, seed] = options.work / name
         own = f"{METHODS[method]} --learning-rate {rate} --seed {seed} --name {name}"
         task = [*common, "--output", str(options.work), *shlex.split(own)]
         jobs.append((train_once, (task, method, rate, seed, options.threads)))
@@ -336,28 +334,42 @@ def train(options, flags):
         key = line.get("method"), line.get("learning_rate"), line.get("seed")
         print(line.get("error") or key, flush=True)
         append(file.with_suffix(".errors") if "error" in line else file, line)
-        folders.pop(key, None)
-    for (method, rate, seed), folder in folders.items():  # stopped by the clock: kept apart
-        if (folder / "metrics.jsonl").exists():
-            append(
-                options.results / "real_model_stopped.jsonl", line_of(method, rate, seed, folder)
-            )
+
+
+def comparison(lines):
+    """The methods' mean training accuracy after the first step, each at its best learning rate.
+
+    One standard deviation, pooled over all methods and rates; Dunnett's intervals against GRPO.
+    """
+    groups = {}  # (method, learning rate) -> mean accuracies of its runs
+    for line in lines:
+        if "metrics" in line:
+            means = groups.setdefault((line["method"], line["learning_rate"]), [])
+            means.append(statistics.mean(line["metrics"]["accuracy"][1:]))
+    best = {  # method -> its best learning rate and the runs at it
+        method: max(
+            ((rate, means) for (name, rate), means in groups.items() if name == method),
+            key=lambda runs: statistics.mean(runs[1]),
+        )
+        for method in METHODS
+    }
+    deviation, degrees = experiments.pooled_deviation(groups.values())
+    sizes = tuple(len(best[method][1]) for method in METHODS)
+    pairs = tuple((number, 0) for number in range(1, len(METHODS)))
+    factor = experiments.critical_value(sizes, pairs, degrees)
+    rows = [("method", "rate", "runs", "accuracy in training", "minus GRPO", "verdict")]
+    for method in METHODS:
+        rate, means = best[method]
+        row = (method, rate, str(len(means)), experiments.with_deviation(means))
+        difference = statistics.mean(means) - statistics.mean(best["GRPO"][1])
+        half = factor * deviation * math.sqrt(1 / len(means) + 1 / sizes[0])
+        effect = f"{difference:+.3f} ± {half:.3f}", experiments.verdict(difference, half, 1)
+        rows.append(row + (effect if method != "GRPO" else ("", "")))
+    return experiments.markdown(rows)
 
 
 def table(options, flags):
-    """Mean accuracy over steps 2 to the last, of each method at each learning rate."""
-    lines = lines_of(options.results / "real_model_runs.jsonl")
-    lines += lines_of(options.results / "real_model_stopped.jsonl")
-    for rate in LEARNING_RATES:
-        for method in METHODS:
-            runs = [
-                line
-                for line in lines
-                if line.get("learning_rate") == rate and line["method"] == method
-            ]
-            means = [statistics.mean(run["metrics"]["accuracy"][1:]) for run in runs]
-            shown = " ".join(f"{mean:.3f}" for mean in means)
-            print(f"{rate:<6}{method:<18}{len(runs)} runs  {shown}")
+    print(comparison(lines_of(options.results / "real_model_runs.jsonl")))
 
 
 COMMANDS = {"make": None, "figures": figures, "run": run, "train": train, "table": table}
