@@ -30,6 +30,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS = HERE / "results" / "runs.jsonl"
+NOTHING_TO_LEARN, REAL_MODEL = "runs_2026-11-21_nothing_to_learn.jsonl", "real_model_runs.jsonl"
 PAGE = HERE / "results" / "RESULTS.md"
 
 # ---- The plan: group -> {name in tables: flags}. Everything else is the default job.
@@ -467,6 +468,38 @@ def rates_table(lines):
     return markdown(rows)
 
 
+def early_accuracy(line):
+    """Accuracy in training over steps 2 to 12: while the policy still learns fast."""
+    return statistics.mean(line["metrics"]["accuracy"][1:12])
+
+
+EARLY = [(method, "GRPO") for method in (*CURES, "reversed Lopti", "low only", "high only")]
+EARLY += [("GRPO, two passes", "GRPO"), ("Lopti", "GRPO, two passes"), ("Lopti", "reversed Lopti")]
+
+
+def early_table(lines):
+    """Differences in early accuracy, by seed (the same prompts), in the three laboratories."""
+    laboratories = {"nothing to learn": read_lines(RESULTS.parent / NOTHING_TO_LEARN)}
+    laboratories |= {"this one": lines, "SmolLM2": read_lines(RESULTS.parent / REAL_MODEL)}
+    rows = [("difference", *laboratories)]
+    for method, other in EARLY:
+        row = [f"{method} - {other}"]
+        for runs in laboratories.values():
+            ours, theirs = (
+                {run["seed"]: early_accuracy(run) for run in runs if run["method"] == name}
+                for name in (method, other)
+            )
+            values = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+            cell = ""
+            if values[1:]:
+                t = critical_value((1, 1), ((0, 1),), len(values) - 1)  # Student's
+                half = t * statistics.stdev(values) / math.sqrt(len(values))
+                cell = f"{statistics.mean(values):+.3f} ± {half:.3f} ({len(values)})"
+            row.append(cell)
+        rows.append(row)
+    return markdown(rows)
+
+
 def tables(lines):
     """The tables of RESULTS.md by name."""
     return {
@@ -474,6 +507,7 @@ def tables(lines):
         "other claims": claims_table(lines, OTHER_CLAIMS),
         "two by two": claims_table(lines, CELL_CLAIMS),
         "rates": rates_table(lines),
+        "early": early_table(lines),
         "methods": methods_table(lines),
     }
 

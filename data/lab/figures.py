@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import measures
 import numpy as np
 import plot
+import real_model
 import theory
 import torch
 from IPython.display import Image, Markdown
@@ -25,6 +26,7 @@ BINS = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
 BIN_COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
 ORANGE, BLUE, GREY = "#D55E00", "#0072B2", "#999999"
 REAL = measures.RESULTS / "real_model_figures.jsonl"
+REAL_RUNS = measures.RESULTS / "real_model_runs.jsonl"
 REAL_COMMAND = "python data/lab/real_model.py figures"
 CHANGE_LIMITS = (-0.15, 0.15)
 NAMES = ("the bundled policy", "SmolLM2-135M-Instruct")
@@ -517,3 +519,8 @@ def run_tables(lines):
     tables = experiments.tables(lines)
     shown = [tables[name] for name in ("against GRPO", "other claims", "two by two")]
     return [Markdown(text) for text in shown if len(text.splitlines()) > 2]
+
+
+def real_runs(lines):
+    """SmolLM2's training runs: their curves, and the methods against GRPO."""
+    return [picture(plot.draw_real_model(lines)), Markdown(real_model.comparison(lines))]

@@ -1,6 +1,6 @@
-"""Draw the laboratory's two pictures, or the curves of run folders. Needs matplotlib.
+"""Draw the laboratory's pictures, or the curves of run folders. Needs matplotlib.
 
-    python data/lab/plot.py                                     # results/training.png, effects.png
+    python data/lab/plot.py                                     # into results/
     python data/lab/plot.py runs/A runs/B                       # plot.png
     python data/lab/plot.py runs/* --smooth 5 --output my.pdf   # running means over 5 steps
 
@@ -115,6 +115,11 @@ def draw_effects(lines):
             axis.errorbar(difference, rows[method], xerr=half, fmt="D", color=colour, markersize=8)
         per_run = half / math.sqrt(1 / len(values) + 1 / len(grpo))  # the same for all methods
         margin = per_run * math.sqrt(1 / 5 + 1 / len(grpo))
+        axis.set_xlim(-4.5 * margin, 3 * margin)
+        for method, (difference, half) in effects.items():
+            if difference < -4.5 * margin:  # far off: its number is more legible than its place
+                style = {"color": COLOURS[3], "verticalalignment": "center"}
+                axis.text(-4.4 * margin, rows[method], f"← {difference:.2f} ± {half:.2f}", **style)
         axis.axvspan(-margin, margin, color=BAND, alpha=0.5, linewidth=0)
         axis.axvline(0, color="black", linewidth=1)
         axis.set_title(f"{outcome}\nminus GRPO's")
@@ -126,6 +131,30 @@ def draw_effects(lines):
 
 def has_runs(lines, method):
     return any(line["method"] == method for line in lines)
+
+
+def draw_real_model(lines):
+    """Accuracy in training on SmolLM2: means over seeds and over 3 steps, and over a whole run.
+
+    On the right every dot is a run, its mean accuracy after the first step.
+    """
+    lines = [line for line in lines if "metrics" in line]  # not the untrained model
+    methods = list(dict.fromkeys(line["method"] for line in lines))
+    figure = Figure(figsize=(16, 6), layout="constrained")
+    over_steps, over_runs = figure.subplots(1, 2)
+    for number, method in enumerate(methods):
+        runs = [line["metrics"]["accuracy"] for line in lines if line["method"] == method]
+        style = {"color": COLOURS[number], "linestyle": LINES[number], "label": method}
+        means = running_mean([statistics.mean(step) for step in zip(*runs)], 3)
+        over_steps.plot(range(1, len(means) + 1), means, **style)
+        whole = [statistics.mean(run[1:]) for run in runs]
+        over_runs.plot(whole, [number] * len(whole), "o", color=COLOURS[number], markersize=9)
+        over_runs.plot(statistics.mean(whole), number, "|", color=COLOURS[number], markersize=40)
+    over_runs.set_yticks(range(len(methods)), methods)
+    over_runs.set(title="mean of each run, and of all (|)", ylim=(len(methods) - 0.4, -0.6))
+    over_steps.set(title="accuracy in training, 3 steps at a time", xlabel="training step")
+    over_steps.legend(frameon=False)
+    return figure
 
 
 # ---- Run folders
@@ -204,9 +233,11 @@ def main():
             sys.exit(f"plot.py: {error}")
     else:
         lines, folder = experiments.read_lines(experiments.RESULTS), experiments.RESULTS.parent
+        real = experiments.read_lines(folder / "real_model_runs.jsonl")
         pictures = {
             folder / "training.png": draw_training(lines),
             folder / "effects.png": draw_effects(lines),
+            folder / "real_model.png": draw_real_model(real),
         }
     for path, figure in pictures.items():
         figure.savefig(path)

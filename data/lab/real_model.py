@@ -16,6 +16,7 @@ plan, written before the first run, is in data/lab/results/DESIGN.md.
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import multiprocessing
@@ -336,16 +337,30 @@ def train(options, flags):
         append(file.with_suffix(".errors") if "error" in line else file, line)
 
 
+AFTERWARDS = {"held out, sampled": "avg@1", "held out, greedy": "greedy"}
+
+
+def mean_of(table, measure):
+    """A measure of an evaluation, mean over the levels."""
+    return statistics.mean(level[measure][0] for level in table.values())
+
+
+def runs_of(lines, method, rate):
+    return [
+        line for line in lines if line["method"] == method and line.get("learning_rate") == rate
+    ]
+
+
 def comparison(lines):
     """The methods' mean training accuracy after the first step, each at its best learning rate.
 
     One standard deviation, pooled over all methods and rates; Dunnett's intervals against GRPO.
     """
     groups = {}  # (method, learning rate) -> mean accuracies of its runs
-    for line in lines:
-        if "metrics" in line:
-            means = groups.setdefault((line["method"], line["learning_rate"]), [])
-            means.append(statistics.mean(line["metrics"]["accuracy"][1:]))
+    for method, rate in itertools.product(METHODS, LEARNING_RATES):
+        if runs := runs_of(lines, method, rate):
+            means = [statistics.mean(line["metrics"]["accuracy"][1:]) for line in runs]
+            groups[method, rate] = means
     best = {  # method -> its best learning rate and the runs at it
         method: max(
             ((rate, means) for (name, rate), means in groups.items() if name == method),
@@ -357,14 +372,19 @@ def comparison(lines):
     sizes = tuple(len(best[method][1]) for method in METHODS)
     pairs = tuple((number, 0) for number in range(1, len(METHODS)))
     factor = experiments.critical_value(sizes, pairs, degrees)
-    rows = [("method", "rate", "runs", "accuracy in training", "minus GRPO", "verdict")]
+    rows = [("method", "rate", "runs", "in training", "minus GRPO", "verdict", *AFTERWARDS)]
     for method in METHODS:
         rate, means = best[method]
-        row = (method, rate, str(len(means)), experiments.with_deviation(means))
+        row = (method, rate, f"{len(means)}", experiments.with_deviation(means))
+        tables = [line["held_out"] for line in runs_of(lines, method, rate)]
         difference = statistics.mean(means) - statistics.mean(best["GRPO"][1])
         half = factor * deviation * math.sqrt(1 / len(means) + 1 / sizes[0])
         effect = f"{difference:+.3f} ± {half:.3f}", experiments.verdict(difference, half, 1)
-        rows.append(row + (effect if method != "GRPO" else ("", "")))
+        afterwards = (
+            experiments.with_deviation([mean_of(table, measure) for table in tables])
+            for measure in AFTERWARDS.values()
+        )
+        rows.append((*row, *(effect if method != "GRPO" else ("", "")), *afterwards))
     return experiments.markdown(rows)
 
 
