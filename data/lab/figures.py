@@ -521,6 +521,11 @@ def run_tables(lines):
     return [Markdown(text) for text in shown if len(text.splitlines()) > 2]
 
 
+def early(lines):
+    """What happens while the policy learns, in the three laboratories."""
+    return Markdown(experiments.early_table(lines))
+
+
 def real_runs(lines):
     """SmolLM2's training runs: their curves, and the methods against GRPO."""
     return [picture(plot.draw_real_model(lines)), Markdown(real_model.comparison(lines))]
