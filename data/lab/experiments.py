@@ -30,7 +30,8 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS = HERE / "results" / "runs.jsonl"
-NOTHING_TO_LEARN, REAL_MODEL = "runs_2026-11-21_nothing_to_learn.jsonl", "real_model_runs.jsonl"
+NOTHING_TO_LEARN = HERE / "results" / "runs_2026-11-21_nothing_to_learn.jsonl"
+REAL_MODEL = HERE / "results" / "real_model_runs.jsonl"
 PAGE = HERE / "results" / "RESULTS.md"
 
 # ---- The plan: group -> {name in tables: flags}. Everything else is the default job.
@@ -373,8 +374,10 @@ def verdict(difference, half, sign, margin=0.0):
 
     With a margin the claim is that the difference is more than -margin: "not worse".
 
-    >>> verdict(-0.02, 0.04, 1), verdict(-0.02, 0.025, 1, margin=0.05)
-    ('undecided', 'held')
+    >>> verdict(0.02, 0.01, 1), verdict(0.02, 0.01, -1), verdict(0.02, 0.03, 1)
+    ('held', 'the opposite', 'undecided')
+    >>> verdict(-0.02, 0.025, 1, margin=0.05)
+    'held'
     """
     if not sign:
         return ""
@@ -480,8 +483,8 @@ EARLY += [("GRPO, two passes", "GRPO"), ("Lopti", "GRPO, two passes"), ("Lopti",
 
 def early_table(lines):
     """Differences in early accuracy, by seed (the same prompts), in the three laboratories."""
-    laboratories = {"nothing to learn": read_lines(RESULTS.parent / NOTHING_TO_LEARN)}
-    laboratories |= {"this one": lines, "SmolLM2": read_lines(RESULTS.parent / REAL_MODEL)}
+    laboratories = {"nothing to learn": read_lines(NOTHING_TO_LEARN)}
+    laboratories |= {"this one": lines, "SmolLM2": read_lines(REAL_MODEL)}
     rows = [("difference", *laboratories)]
     for method, other in EARLY:
         row = [f"{method} - {other}"]

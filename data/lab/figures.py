@@ -26,7 +26,6 @@ BINS = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
 BIN_COLOURS = ("#D55E00", "#E69F00", "#56B4E9", "#0072B2")
 ORANGE, BLUE, GREY = "#D55E00", "#0072B2", "#999999"
 REAL = measures.RESULTS / "real_model_figures.jsonl"
-REAL_RUNS = measures.RESULTS / "real_model_runs.jsonl"
 REAL_COMMAND = "python data/lab/real_model.py figures"
 CHANGE_LIMITS = (-0.15, 0.15)
 NAMES = ("the bundled policy", "SmolLM2-135M-Instruct")

@@ -233,7 +233,7 @@ def main():
             sys.exit(f"plot.py: {error}")
     else:
         lines, folder = experiments.read_lines(experiments.RESULTS), experiments.RESULTS.parent
-        real = experiments.read_lines(folder / "real_model_runs.jsonl")
+        real = experiments.read_lines(experiments.REAL_MODEL)
         pictures = {
             folder / "training.png": draw_training(lines),
             folder / "effects.png": draw_effects(lines),
