@@ -5,7 +5,7 @@
     python data/lab/real_model.py figures                 # Figs. 1 to 3, batch by batch
     python data/lab/real_model.py run --eta 0.5           # lopti.py on word problems
     python data/lab/real_model.py train --jobs 8          # 80 runs, a GPU's work: see the plan
-    python data/lab/real_model.py table                   # what is there of these so far
+    python data/lab/real_model.py table                   # the methods against GRPO
 
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
 The task is one-step word problems, made here. `run` and `figures` also take lopti.py's own flags;
