@@ -10,8 +10,9 @@
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
 The task is one-step word problems, made here. `run` and `figures` also take lopti.py's own flags;
 with a --task among them, `figures` measures any policy on any task. Results are lines in
-data/lab/results/real_model_*.jsonl, appended as they come; what is in a file is not made again. The
-plan, written before the first run, is in data/lab/results/DESIGN.md.
+data/lab/results/real_model_*.jsonl, appended as they come; what is in a file is not made again (give
+--results another folder for runs of another size). The plan, written before the first run, and the
+flags of the runs that are there, are in data/lab/results/DESIGN.md.
 """
 
 import argparse
@@ -389,7 +390,11 @@ def comparison(lines):
 
 
 def table(options, flags):
-    print(comparison(lines_of(options.results / "real_model_runs.jsonl")))
+    lines = lines_of(options.results / "real_model_runs.jsonl")
+    for method in METHODS:
+        if sum(line["method"] == method for line in lines) < 2:
+            sys.exit(f"the table needs two runs of {method}: see train")
+    print(comparison(lines))
 
 
 COMMANDS = {"make": None, "figures": figures, "run": run, "train": train, "table": table}
