@@ -10,9 +10,9 @@
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
 The task is one-step word problems, made here. `run` and `figures` also take lopti.py's own flags;
 with a --task among them, `figures` measures any policy on any task. Results are lines in
-data/lab/results/real_model_*.jsonl, appended as they come; what is in a file is not made again (give
---results another folder for runs of another size). The plan, written before the first run, and the
-flags of the runs that are there, are in data/lab/results/DESIGN.md.
+data/lab/results/real_model_*.jsonl, appended as they come; what is in a file is not made again:
+give --results another folder for runs of another size. The plan, written before the first run, and
+the flags of the runs that are there, are in data/lab/results/DESIGN.md.
 """
 
 import argparse
