@@ -120,6 +120,7 @@ HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/
 
 # ---- The claims: (what is claimed, method, compared with, +1: more or -1: less; 0: no claim)
 
+NOT_WORSE = "low-probability tokens alone are not worse"  # by more than the margin
 CLAIMS = [  # against GRPO
     ("AR beats GRPO", "AR", "GRPO", 1),
     ("Lopti beats GRPO", "Lopti", "GRPO", 1),
@@ -132,12 +133,12 @@ CLAIMS = [  # against GRPO
     ("control: half the rate is worse", "GRPO, rate × 0.5", "GRPO", -1),
     ("control: twice the rate is worse", "GRPO, rate × 2", "GRPO", -1),
     ("control: training without reward is worse", "reward-free", "GRPO", -1),
-    ("low-probability tokens alone are not worse", "low only", "GRPO", 1),
+    (NOT_WORSE, "low only", "GRPO", 1),
     ("no claim: REINFORCE++", "REINFORCE++", "GRPO", 0),
     ("A/A: min-p", "min-p", "GRPO", 0),
     ("A/A: GRPO with token-centred Â", "GRPO, centred", "GRPO", 0),
 ]
-MARGINS = {  # "not worse" is by no more than this: the interval lies above -margin
+MARGINS = {  # of that claim: it holds where the interval lies above -margin
     "sampled accuracy": 0.05,
     "reward": 0.15,
     "mean over training": 0.05,
@@ -313,6 +314,11 @@ OUTCOMES = {  # a run -> a number; the first three are judged
 JUDGED = list(OUTCOMES)[:3]
 
 
+def accuracy_in_training(line, last=None):
+    """Mean over steps 2 to `last`: all that follow an update. Each on prompts not trained on."""
+    return statistics.mean(line["metrics"]["accuracy"][1:last])
+
+
 def values_of(lines, method, outcome):
     """An outcome of every run of a method."""
     return [OUTCOMES[outcome](line) for line in lines if line["method"] == method]
@@ -355,6 +361,14 @@ def compare(lines, claims, outcome):
     claims = [claim for claim in claims if claim[1] in groups and claim[2] in groups]
     if not claims or not any(values[1:] for values in groups.values()):
         return {}
+    return differences(groups, claims)
+
+
+def differences(groups, claims):
+    """(difference of means, half of its interval) for each claim between groups of values.
+
+    One standard deviation pooled over all groups, and intervals that hold for all claims together.
+    """
     order = list(groups)
     sizes = tuple(len(values) for values in groups.values())
     pairs = tuple((order.index(method), order.index(other)) for _, method, other, _ in claims)
@@ -374,8 +388,8 @@ def verdict(difference, half, sign, margin=0.0):
 
     With a margin the claim is that the difference is more than -margin: "not worse".
 
-    >>> verdict(0.02, 0.01, 1), verdict(0.02, 0.01, -1), verdict(0.02, 0.03, 1)
-    ('held', 'the opposite', 'undecided')
+    >>> verdict(2, 1, 1), verdict(-2, 1, 1), verdict(1, 2, 1), verdict(2, 1, -1)
+    ('held', 'the opposite', 'undecided', 'the opposite')
     >>> verdict(-0.02, 0.025, 1, margin=0.05)
     'held'
     """
@@ -453,7 +467,7 @@ def claims_table(lines, claims):
         cells = []
         for outcome in JUDGED:
             difference, half = judged[outcome][claim]
-            margin = MARGINS[outcome] if claim.endswith("not worse") else 0.0
+            margin = MARGINS[outcome] if claim == NOT_WORSE else 0.0
             verdict_text = verdict(difference, half, sign, margin)
             cells.append(f"{difference:+.3f} ± {half:.3f} {verdict_text}".strip())
         rows.append((claim, f"{counts[0]} and {counts[1]}", *cells))
@@ -472,17 +486,12 @@ def rates_table(lines):
     return markdown(rows)
 
 
-def early_accuracy(line):
-    """Accuracy in training over steps 2 to 12: while the policy still learns fast."""
-    return statistics.mean(line["metrics"]["accuracy"][1:12])
-
-
 EARLY = [(method, "GRPO") for method in (*CURES, "reversed Lopti", "low only", "high only")]
 EARLY += [("GRPO, two passes", "GRPO"), ("Lopti", "GRPO, two passes"), ("Lopti", "reversed Lopti")]
 
 
 def early_table(lines):
-    """Differences in early accuracy, by seed (the same prompts), in the three laboratories."""
+    """Differences in accuracy over steps 2 to 12, by seed (the same prompts), in three places."""
     laboratories = {"nothing to learn": read_lines(NOTHING_TO_LEARN)}
     laboratories |= {"this one": lines, "SmolLM2": read_lines(REAL_MODEL)}
     rows = [("difference", *laboratories)]
@@ -490,7 +499,11 @@ def early_table(lines):
         row = [f"{method} - {other}"]
         for runs in laboratories.values():
             ours, theirs = (
-                {run["seed"]: early_accuracy(run) for run in runs if run["method"] == name}
+                {
+                    run["seed"]: accuracy_in_training(run, 12)
+                    for run in runs
+                    if run["method"] == name
+                }
                 for name in (method, other)
             )
             values = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]

@@ -115,11 +115,14 @@ def draw_effects(lines):
             axis.errorbar(difference, rows[method], xerr=half, fmt="D", color=colour, markersize=8)
         per_run = half / math.sqrt(1 / len(values) + 1 / len(grpo))  # the same for all methods
         margin = per_run * math.sqrt(1 / 5 + 1 / len(grpo))
-        axis.set_xlim(-4.5 * margin, 3 * margin)
+        left = -4.5 * margin
+        axis.set_xlim(left, 3 * margin)
         for method, (difference, half) in effects.items():
-            if difference < -4.5 * margin:  # far off: its number is more legible than its place
+            if difference < left:  # far off: its number is more legible than its place
                 style = {"color": COLOURS[3], "verticalalignment": "center"}
-                axis.text(-4.4 * margin, rows[method], f"← {difference:.2f} ± {half:.2f}", **style)
+                axis.text(
+                    left + 0.1 * margin, rows[method], f"← {difference:.2f} ± {half:.2f}", **style
+                )
         axis.axvspan(-margin, margin, color=BAND, alpha=0.5, linewidth=0)
         axis.axvline(0, color="black", linewidth=1)
         axis.set_title(f"{outcome}\nminus GRPO's")
@@ -143,11 +146,12 @@ def draw_real_model(lines):
     figure = Figure(figsize=(16, 6), layout="constrained")
     over_steps, over_runs = figure.subplots(1, 2)
     for number, method in enumerate(methods):
-        runs = [line["metrics"]["accuracy"] for line in lines if line["method"] == method]
+        runs = [line for line in lines if line["method"] == method]
+        accuracies = zip(*(run["metrics"]["accuracy"] for run in runs))  # of each step
         style = {"color": COLOURS[number], "linestyle": LINES[number], "label": method}
-        means = running_mean([statistics.mean(step) for step in zip(*runs)], 3)
+        means = running_mean([statistics.mean(step) for step in accuracies], 3)
         over_steps.plot(range(1, len(means) + 1), means, **style)
-        whole = [statistics.mean(run[1:]) for run in runs]
+        whole = [experiments.accuracy_in_training(run) for run in runs]
         over_runs.plot(whole, [number] * len(whole), "o", color=COLOURS[number], markersize=9)
         over_runs.plot(statistics.mean(whole), number, "|", color=COLOURS[number], markersize=40)
     over_runs.set_yticks(range(len(methods)), methods)

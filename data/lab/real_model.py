@@ -17,9 +17,7 @@ the flags of the runs that are there, are in data/lab/results/DESIGN.md.
 
 import argparse
 import importlib.util
-import itertools
 import json
-import math
 import multiprocessing
 import random
 import re
@@ -227,7 +225,7 @@ def train_once(task):
     torch.manual_seed(seed)
     optimizer, run = lopti.make_optimizer(policy, args), lopti.Run(args)
     lopti.train(policy, None, tokenizer, optimizer, rows, held_out, run, args)
-    steps = lines_of(run.folder / "metrics.jsonl")
+    steps = experiments.read_lines(run.folder / "metrics.jsonl")
     return {
         "method": method,
         "learning_rate": rate,
@@ -271,13 +269,13 @@ def results_of(jobs, processes, seconds):
                 return
 
 
-def rounded(value, digits=4):
+def rounded(value):
     """Numbers in nested lists and dictionaries cut to a few significant digits."""
     if isinstance(value, dict):
-        return {key: rounded(inner, digits) for key, inner in value.items()}
+        return {key: rounded(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [rounded(inner, digits) for inner in value]
-    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+        return [rounded(inner) for inner in value]
+    return experiments.rounded(value) if isinstance(value, float) else value
 
 
 def append(file, line):
@@ -285,16 +283,12 @@ def append(file, line):
         stream.write(json.dumps(rounded(line)) + "\n")
 
 
-def lines_of(file):
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
 # ---- the commands
 
 
 def figures(options, flags):
     file = options.results / "real_model_figures.jsonl"
-    done = {line["batch"] for line in lines_of(file)}
+    done = {line["batch"] for line in experiments.read_lines(file)}
     if "--task" not in flags:
         flags = [*write_problems(options.work), *shlex.split(FIGURE_SETTINGS), *flags]
     flags = [*flags, "--model", options.model]
@@ -317,7 +311,8 @@ def run(options, flags):
 def train(options, flags):
     file = options.results / "real_model_runs.jsonl"
     done = {
-        (line["method"], line.get("learning_rate"), line.get("seed")) for line in lines_of(file)
+        (line["method"], line.get("learning_rate"), line.get("seed"))
+        for line in experiments.read_lines(file)
     }
     plan = [(method, rate, seed) for rate in LEARNING_RATES for seed in SEEDS for method in METHODS]
     common = [*write_problems(options.work), "--model", options.model, "--quiet", *flags]
@@ -346,51 +341,45 @@ def mean_of(table, measure):
     return statistics.mean(level[measure][0] for level in table.values())
 
 
-def runs_of(lines, method, rate):
-    return [
-        line for line in lines if line["method"] == method and line.get("learning_rate") == rate
-    ]
-
-
 def comparison(lines):
     """The methods' mean training accuracy after the first step, each at its best learning rate.
 
     One standard deviation, pooled over all methods and rates; Dunnett's intervals against GRPO.
     """
-    groups = {}  # (method, learning rate) -> mean accuracies of its runs
-    for method, rate in itertools.product(METHODS, LEARNING_RATES):
-        if runs := runs_of(lines, method, rate):
-            means = [statistics.mean(line["metrics"]["accuracy"][1:]) for line in runs]
-            groups[method, rate] = means
-    best = {  # method -> its best learning rate and the runs at it
+    cells = {}  # (method, learning rate) -> its runs
+    for line in lines:
+        if "metrics" in line:  # not the untrained model
+            cells.setdefault((line["method"], line["learning_rate"]), []).append(line)
+    groups = {
+        cell: [experiments.accuracy_in_training(run) for run in runs]
+        for cell, runs in cells.items()
+    }
+    best = {  # method -> its cell with the highest mean
         method: max(
-            ((rate, means) for (name, rate), means in groups.items() if name == method),
-            key=lambda runs: statistics.mean(runs[1]),
+            (cell for cell in cells if cell[0] == method),
+            key=lambda cell: statistics.mean(groups[cell]),
         )
         for method in METHODS
     }
-    deviation, degrees = experiments.pooled_deviation(groups.values())
-    sizes = tuple(len(best[method][1]) for method in METHODS)
-    pairs = tuple((number, 0) for number in range(1, len(METHODS)))
-    factor = experiments.critical_value(sizes, pairs, degrees)
+    claims = [(name, best[name], best["GRPO"], 1) for name in METHODS if name != "GRPO"]
+    effects = experiments.differences(groups, claims)
     rows = [("method", "rate", "runs", "in training", "minus GRPO", "verdict", *AFTERWARDS)]
-    for method in METHODS:
-        rate, means = best[method]
-        row = (method, rate, f"{len(means)}", experiments.with_deviation(means))
-        tables = [line["held_out"] for line in runs_of(lines, method, rate)]
-        difference = statistics.mean(means) - statistics.mean(best["GRPO"][1])
-        half = factor * deviation * math.sqrt(1 / len(means) + 1 / sizes[0])
-        effect = f"{difference:+.3f} ± {half:.3f}", experiments.verdict(difference, half, 1)
-        afterwards = (
-            experiments.with_deviation([mean_of(table, measure) for table in tables])
-            for measure in AFTERWARDS.values()
-        )
-        rows.append((*row, *(effect if method != "GRPO" else ("", "")), *afterwards))
+    for method, cell in best.items():
+        row = [method, cell[1], f"{len(groups[cell])}", experiments.with_deviation(groups[cell])]
+        if method in effects:
+            difference, half = effects[method]
+            row += [f"{difference:+.3f} ± {half:.3f}", experiments.verdict(difference, half, 1)]
+        else:
+            row += ["", ""]
+        for measure in AFTERWARDS.values():
+            values = [mean_of(run["held_out"], measure) for run in cells[cell]]
+            row.append(experiments.with_deviation(values))
+        rows.append(row)
     return experiments.markdown(rows)
 
 
 def table(options, flags):
-    lines = lines_of(options.results / "real_model_runs.jsonl")
+    lines = experiments.read_lines(options.results / "real_model_runs.jsonl")
     for method in METHODS:
         if sum(line["method"] == method for line in lines) < 2:
             sys.exit(f"the table needs two runs of {method}: see train")
