@@ -87,9 +87,13 @@ UNTRAINED = {
     f"untrained, T = {temperature}": f"--steps 0 --eval-temperature {temperature}"
     for temperature in (0.2, 0.4, 0.6, 0.8)
 }
+AGAIN = {  # the early lead, on new seeds
+    "Lopti, seeds 5 to 9": CURES["Lopti"],
+    "GRPO, two passes, seeds 5 to 9": "--passes 2",
+}
 METHODS = {
     name: flags
-    for group in (*GROUPS.values(), IN_CELLS, UNTRAINED)
+    for group in (*GROUPS.values(), AGAIN, IN_CELLS, UNTRAINED)
     for name, flags in group.items()
 }
 
@@ -106,6 +110,7 @@ PLAN = [  # (method, seed), in order of importance
     *runs_of(range(5), "GRPO, two passes"),
     *runs_of(range(3), "reward-free", "AR, centred"),
     *runs_of(range(3), *list(GROUPS["steps and their size"])[1:]),
+    *runs_of(range(5, 10), *AGAIN),
     *runs_of(range(5), "STAPO", "80/20"),
     *runs_of(range(3), "GRPO, centred", "Lopti, centred", "high only, centred"),
     *runs_of(range(3), *IN_CELLS),
@@ -488,6 +493,7 @@ def rates_table(lines):
 
 EARLY = [(method, "GRPO") for method in (*CURES, "reversed Lopti", "low only", "high only")]
 EARLY += [("GRPO, two passes", "GRPO"), ("Lopti", "GRPO, two passes"), ("Lopti", "reversed Lopti")]
+EARLY += [*((name, "GRPO") for name in AGAIN), tuple(AGAIN)]
 
 
 def early_table(lines):
