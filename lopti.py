@@ -390,22 +390,19 @@ def split_tokens(old_logprobs, mask, eta):
     return low, mask & ~low
 
 
-def update_stages(low, high, mask, *, eta, order="low-high", update_only=None, passes=1):
-    """The passes over one rollout batch, in order: a list of (name, tokens to update (B, T)).
+def update_stages(low, high, mask, eta, order="low-high", update_only=None):
+    """The stages of one pass over a rollout batch: a list of (name, tokens to update (B, T)).
 
     Plain GRPO (η = 0): all tokens at once. Lopti (section 4.2): first the low-probability tokens,
-    then the others, from where the first pass led. `order="high-low"` is the ablation of Fig. 6b,
-    `update_only` trains on one group alone (Figs. 1 and 6a), `passes` repeats everything.
+    then the others, from where the first stage led. `order="high-low"` is the ablation of Fig. 6b,
+    `update_only` trains on one of the two alone (Figs. 1 and 6a).
     """
     if update_only:
-        stages = [(update_only, {"low": low, "high": high}[update_only])]
-    elif eta == 0:
-        stages = [("all", mask)]
-    elif order == "low-high":
-        stages = [("low", low), ("high", high)]
-    else:
-        stages = [("high", high), ("low", low)]
-    return stages * passes
+        return [(update_only, {"low": low, "high": high}[update_only])]
+    if eta == 0:
+        return [("all", mask)]
+    stages = [("low", low), ("high", high)]
+    return stages if order == "low-high" else stages[::-1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -445,11 +442,11 @@ def policy_loss(
     token's loss is capped at -c·Â (the dual clip). No KL without `ref_logprobs` or with β = 0.
 
     All tensors are (B, T). Every statistic is a sum over the updated tokens divided by N, so that
-    micro-batches given the same N add up to their mini-batch, and Lopti's groups to the whole.
+    micro-batches given the same N add up to their mini-batch, and Lopti's stages to the whole.
     """
     updated = mask if update_mask is None else mask & update_mask
     normalizer = mask.sum() if normalizer is None else normalizer
-    ratio = (logprobs - old_logprobs).masked_fill(~updated, 0.0).exp()  # padding must not overflow
+    ratio = (logprobs - old_logprobs).masked_fill(~updated, 0.0).exp()  # 0 - old is huge elsewhere
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     dual = -advantages * clip_dual  # where Â < 0, a bound from above on the loss
@@ -485,7 +482,7 @@ def update(policy, optimizer, rollout, tokens, args):
     """One pass over the rollout batch that updates `tokens` (B, T): all, or a stage of Lopti.
 
     A mini-batch is one optimizer step; its loss is divided once, by the number of its response
-    tokens (those that STAPO or 80/20 keep) of both groups, however it is cut into micro-batches.
+    tokens (those that STAPO or 80/20 keep), low and high, however it is cut into micro-batches.
     One whose gradient is 0 is skipped, because Adam would move the weights all the same. Returns
     sums over the mini-batches: policy_loss's statistics, the gradient norm, counts.
     """
@@ -587,15 +584,10 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
                 advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, T)
             rollout.advantages = reweight_advantages(advantages, old.logprobs, args.alpha)  # Eq. 4
             low, high = split_tokens(old.logprobs, rollout.mask, args.eta)
-            ablations = {
-                "order": args.order,
-                "update_only": args.update_only,
-                "passes": args.passes,
-            }
-            stages = update_stages(low, high, rollout.mask, eta=args.eta, **ablations)
-            stage_totals = [
+            stages = update_stages(low, high, rollout.mask, args.eta, args.order, args.update_only)
+            stage_totals = [  # what was sampled outside the safe vocabulary is in no loss
                 (name, update(policy, optimizer, rollout, tokens & old.safe, args))
-                for name, tokens in stages
+                for name, tokens in stages * args.passes
             ]
         metrics = step_metrics(step, rollout, rewards, old.entropies, stage_totals, timings, args)
         run.write_step(metrics, rows, rollout, rewards)
@@ -704,7 +696,7 @@ def load_data(args, tokenizer):
     dropped = f"{len(training) - len(new)} dropped that are also for evaluation"
     print(f"{len(new)} training prompts ({dropped}), {len(chosen)} evaluation prompts")
     if not chosen or not (new or args.eval_only):
-        raise UserError("no prompts are left: see --data, --eval-data, --people")
+        raise UserError("no prompts are left: see --task, --data, --eval-data, --people")
     return new, chosen
 
 
@@ -742,9 +734,10 @@ def load_rows(source, args, tokenizer):
 def read_table(source):
     """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split."""
     kind = Path(source).suffix
-    if kind in (".jsonl", ".json"):
-        text = Path(source).read_text(encoding="utf-8")
-        return json.loads(text if kind == ".json" else f"[{','.join(text.strip().split(chr(10)))}]")
+    if kind == ".json":
+        return json.loads(Path(source).read_text(encoding="utf-8"))
+    if kind == ".jsonl":
+        return map(json.loads, Path(source).read_text(encoding="utf-8").strip().split("\n"))
     if kind == ".csv":
         with open(source, newline="", encoding="utf-8") as stream:
             return list(csv.DictReader(stream))
@@ -771,6 +764,8 @@ def render_prompt(tokenizer, messages, opening=""):
                 options = {"tokenize": False, "add_generation_prompt": True}
                 return tokenizer.apply_chat_template(messages, **options) + opening
             except TemplateError:  # Gemma's takes no system message: the user's opens with it
+                if len(messages) == 1:
+                    raise
                 return render_prompt(tokenizer, [{"role": "user", "content": text}], opening)
         text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
@@ -900,12 +895,12 @@ def timed(phase, device, timings):
 def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args):
     """One line of metrics.jsonl, with TRL's names where TRL has one."""
     tokens, lengths = int(rollout.mask.sum()), rollout.mask.sum(1).float()
-    deviations = rewards.view(-1, args.group_size).std(1, correction=min(1, args.group_size - 1))
-    low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta or 0.5)
+    groups = rewards.view(-1, args.group_size)
+    low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta or 0.5)  # the paper's η
     metrics = {
         "reward": rewards.mean(),
-        "reward_std": deviations.mean(),
-        "frac_reward_zero_std": (deviations == 0).float().mean(),
+        "reward_std": groups.std(1, correction=min(1, args.group_size - 1)).mean(),
+        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean(),
         "accuracy": (rewards >= args.solved_reward).float().mean(),
         "completions/mean_length": lengths.mean(),
         "completions/min_length": lengths.min(),
@@ -917,7 +912,7 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
     steps, sums = Counter(), Counter()
     for name, totals in stage_totals:
         steps[name] += totals["optimizer_steps"]
-    for name, totals in stage_totals:  # means over mini-batches; Lopti's two groups add up
+    for name, totals in stage_totals:  # means over mini-batches; Lopti's two stages add up
         for key, value in totals.items():
             is_count = key.endswith(("_steps", "_tokens"))
             key = f"grad_norm/{name}" if key == "grad_norm" else key
@@ -958,9 +953,9 @@ class Run:
         with open(self.folder / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
-    def write_step(self, metrics, rows, rollout, rewards, samples=2):
+    def write_step(self, metrics, rows, rollout, rewards):
         self.append("metrics.jsonl", metrics)
-        for i in range(min(samples, len(rows))):
+        for i in range(len(rows))[:2]:
             sample = {"step": metrics["step"], "prompt": rows[i]["prompt"]}
             sample |= {"response": rollout.texts[i], "solution": rows[i]["solution"]}
             sample |= {"reward": rewards[i].item(), "truncated": bool(rollout.truncated[i])}
@@ -1118,8 +1113,8 @@ def make_optimizer(policy, args):
 # --------------------------------------------------------------------------------------------------
 # 12. Flags and main
 
-# A preset is a list of flags that stand before yours; those of the paper are for 5 epochs. α and η
-# are in none: say them for its method.
+# A preset is a list of flags that stand before yours. The paper's have the steps of its 5 epochs
+# (of 10,000 problems for math, with a model of 7B). α and η are in none: say them for its method.
 PAPER = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --mini-batch-size 256
     --learning-rate 1e-6 --tokens-per-microbatch 4096 --gradient-checkpointing
     --sample-batch-size 64 --eval-every 10 --save-every 20 --keep 1"""
@@ -1172,7 +1167,7 @@ def build_parser():
     add("--alpha", type=share, default=0.0, help="α of Advantage Reweighting, Eq. 4; paper: 0.3")
     add("--eta", type=share, default=0.0, help="η of Lopti: π < η is updated first; paper: 0.5")
     add("--order", choices=("low-high", "high-low"), default="low-high", help="of Lopti (Fig. 6b)")
-    add("--update-only", choices=("low", "high"), help="one of Lopti's groups alone (Fig. 6a)")
+    add("--update-only", choices=("low", "high"), help="one of Lopti's stages alone (Fig. 6a)")
     add("--passes", type=at_least_1, default=1, help="how often to go over a rollout batch")
     add("--stapo", action="store_true", help="silence STAPO's spurious tokens")
     add("--stapo-tau", type=share, default=0.002, help="τ_p of STAPO")
@@ -1190,7 +1185,7 @@ def build_parser():
     add("--temperature", type=number(float, 0.01), default=1.0, help="T_s, of sampling and every π")
     add("--max-prompt-length", type=at_least_1, default=400, help="longer prompts are dropped")
     add("--max-new-tokens", type=at_least_1, default=256, help="longest response, in tokens")
-    add("--sample-batch-size", type=count, default=0, help="responses sampled at a time; 0: all")
+    add("--sample-batch-size", type=count, default=0, help="responses at once; 0: all (eval: 256)")
     add = parser.add_argument_group("optimisation").add_argument
     add("--learning-rate", type=positive, default=1e-4, help="of AdamW, constant")
     add("--weight-decay", type=not_negative, default=0.01, help="of AdamW")
@@ -1257,7 +1252,7 @@ def parse_arguments(argv=None):
     if args.solved_reward is None:
         args.solved_reward = TASKS[args.task].solved
     if args.update_only and not args.eta:
-        raise UserError("--update-only needs --eta above 0 to tell the two groups apart")
+        raise UserError("--update-only needs --eta above 0 to tell low from high")
     if args.group_size < 2 and args.advantage == "grpo":
         raise UserError("--group-size must be at least 2: GRPO compares responses within a group")
     return args
@@ -1265,8 +1260,8 @@ def parse_arguments(argv=None):
 
 def method_name(args):
     """'GRPO', 'GRPO + AR (α=0.3)', 'GRPO + AR (α=0.3) + Lopti (η=0.5)' and so on."""
-    split = f"{args.update_only} only" if args.update_only else "Lopti"
-    split = "reversed Lopti" if args.order == "high-low" else split
+    split = "reversed Lopti" if args.order == "high-low" else "Lopti"
+    split = f"{args.update_only} only" if args.update_only else split
     parts = {
         args.advantage.upper(): True,
         f"AR (α={args.alpha:g})": args.alpha,
@@ -1336,7 +1331,7 @@ def main(argv=None):
         flags = "--tokens-per-microbatch, --sample-batch-size or --max-new-tokens"
         print(f"lopti.py: out of memory: lower {flags}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("\nlopti.py: stopped; --resume goes on from the newest checkpoint", file=sys.stderr)
+        print("\nlopti.py: stopped; --resume goes on with a training run", file=sys.stderr)
         return 130
     finally:  # Ctrl-C is Python's own again, for whoever calls this from a notebook
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -29,11 +29,6 @@ def message_text(message):
     return message if isinstance(message, str) else ""
 
 
-def check_lengths(completions, other, name):
-    if len(completions) != len(other):
-        raise ValueError(f"got {len(completions)} completions but {len(other)} entries in `{name}`")
-
-
 # ------------------------------------------------------------------------------ Knights and Knaves
 
 FORMAT_REWARD, FORMAT_PENALTY = 1.0, -1.0
@@ -52,10 +47,9 @@ def kk_reward(completions, solution, **columns):
             completion; without `prompts` it counts as opened.
     """
     prompts = columns.get("prompts") or ["<think>"] * len(completions)
-    check_lengths(completions, solution, "solution")
-    check_lengths(completions, prompts, "prompts")
     rewards = []
-    for row, (completion, prompt, truth) in enumerate(zip(completions, prompts, solution)):
+    triples = zip(completions, prompts, solution, strict=True)
+    for row, (completion, prompt, truth) in enumerate(triples):
         roles = read_roles(truth) if isinstance(truth, str) else None
         if not roles:
             raise ValueError(
@@ -118,9 +112,9 @@ def math_reward(completions, solution, **columns):
         solution: one answer per completion, for example r"\frac{1}{2}".
         columns: ignored; trainers pass the other columns of the data set here.
     """
-    check_lengths(completions, solution, "solution")
     boxed = [extract_boxed(message_text(completion)) for completion in completions]
-    return [float(answers_match(box or "", str(truth))) for box, truth in zip(boxed, solution)]
+    pairs = zip(boxed, solution, strict=True)
+    return [float(answers_match(box or "", str(truth))) for box, truth in pairs]
 
 
 def extract_boxed(text):
@@ -215,7 +209,7 @@ def tokenize(text):
     for match in TOKEN.finditer(text.rstrip(" .,;")):
         words = (match["text"] or match["word"] or "").strip(" .,;")
         after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
-        if after_number and re.fullmatch(r"[^\d()]+", words):
+        if after_number and re.fullmatch(r"[^\d()]+(\^[23])?", words):
             units += re.sub(r"^(?:square|cubic|sq\.?)\b\s*", "", words)[:1].lower()
         elif match["text"] is not None:  # no unit: it is read like anything else
             tokens += [part.group() for part in TOKEN.finditer(words)]

@@ -873,12 +873,11 @@ def test_kk_names_of_several_words_stay_apart():
 
 
 def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
-    with pytest.raises(ValueError, match="2 completions but 1 entries in `solution`"):
-        rewards.kk_reward(["a", "b"], [TRUTH])
-    with pytest.raises(ValueError, match="1 completions but 2 entries in `prompts`"):
-        rewards.kk_reward(["a"], [TRUTH], prompts=["", ""])
-    with pytest.raises(ValueError, match="1 completions but 0 entries in `solution`"):
-        rewards.math_reward(["a"], [])
+    for function in (rewards.kk_reward, rewards.math_reward):
+        with pytest.raises(ValueError, match="shorter"):
+            function(["", ""], [TRUTH])
+    with pytest.raises(ValueError, match="longer"):
+        rewards.kk_reward([""], [TRUTH], prompts=["", ""])
     with pytest.raises(ValueError, match="row 1 of `solution`"):
         rewards.kk_reward(["a", "b"], [TRUTH, "nobody here"])
     chat = [{"role": "user", "content": "8"}, {"role": "assistant", "content": r"\boxed{7}"}]
@@ -914,11 +913,11 @@ def test_extract_boxed(text, content):
 
 RIGHT = r"""
 11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
-11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 1.1 \times 10^1
+11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2}
 \frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right)
 -\frac{3}{4} | \frac{-3}{4} | −0.75 | -3/4
 \frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3
-\frac{3}{4} | 7.5\cdot10^{-1}
+\frac{3}{4} | 7.5\cdot10^{-1} | 0.75 \times 10^0
 1200 | 1,200 | 1{,}200 | 1,\!200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3}
@@ -1147,6 +1146,9 @@ def test_prompts_begin_as_the_model_is_used_to(tmp_path):
     first = [("<|bos|>", tokenizer.bos_token_id)]
     tokenizer._tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=first)
     assert load_data(flags, tokenizer)[1][0]["prompt"] == "<|user|>Lily<|assistant|>"
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(lopti.UserError, match="roles must alternate"):
+        load_data(flags, tokenizer)
     tokenizer.chat_template = None  # a base model
     prompt = load_data(flags, tokenizer)[1][0]["prompt"]
     assert prompt.startswith("<|bos|>Lily") and prompt.count("<|bos|>") == 1
@@ -1537,7 +1539,7 @@ def places(tmp_path_factory, finished_run):
     write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
     write_jsonl(folder / "null.jsonl", [puzzle, {**puzzle, "solution_text_format": None}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
-    (folder / "broken.jsonl").write_text('{"quiz": \n')
+    (folder / "broken.jsonl").write_text(json.dumps(puzzle) + '\n{"quiz": \n')
     (folder / "empty.jsonl").touch()
     changes = {  # of config.json
         "mistyped": {"model_type": "qwen2"},  # which has biases
@@ -1546,9 +1548,7 @@ def places(tmp_path_factory, finished_run):
         "stretched": {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
         },
-        "cut": {},
-        "weightless": {},
-    }
+    } | {"cut": {}, "weightless": {}}
     for name, changed in changes.items():
         shutil.copytree(TINY, folder / name)
         edit(folder / name / "config.json", **changed)
@@ -1571,7 +1571,7 @@ ERRORS = {  # the flags: what the sentence must name
     "--group-size 1": "--group-size",
     "--update-only low --eta 0": "--eta",
     "--people 9": "--people",
-    "--eval-data {broken}": "broken.jsonl",
+    "--eval-data {broken}": "row 2 of",
     "--data {holes}": "holes.jsonl",
     "--data {null}": "null.jsonl",
     "--data {silent} --people 1": "prompt",

@@ -292,7 +292,7 @@ def figure_3(policy, rollout, args, rate):
 def updated(policy, rollout, args, optimizer, alpha=0.0, eta=0.0, passes=1):
     """π after each stage of an update of the batch by a method."""
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, eta)
-    stages = lopti.update_stages(low, high, rollout.mask, eta=eta, passes=passes)
+    stages = lopti.update_stages(low, high, rollout.mask, eta) * passes
     advantages = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
     return probabilities_after(
         policy, stages, changed(rollout, advantages=advantages), args, optimizer
@@ -475,7 +475,7 @@ def second_steps(policy, tokenizer, prompts, args, *, eta, passes, count):
     for number in range(count + 1):
         rollout, *_ = collect(policy, tokenizer, next(prompts), args, seed=1000 + number)
         low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, eta)
-        stages = lopti.update_stages(low, high, rollout.mask, eta=eta, passes=passes)
+        stages = lopti.update_stages(low, high, rollout.mask, eta) * passes
         (_, first), (_, second) = stages
         one = weight_step(policy, shared, rollout, first, args)
         twin = copy.deepcopy(policy)
