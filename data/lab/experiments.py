@@ -358,6 +358,15 @@ def critical_value(sizes, pairs, degrees, samples=100_000):
     return float(np.quantile(largest / deviation, 0.95))
 
 
+def mean_and_half(values):
+    """The mean and half of its 95 % interval (Student's t; NaN for one value), NaNs left out."""
+    values = [value for value in values if not math.isnan(value)]
+    if len(values) < 2:
+        return (values[0] if values else math.nan), math.nan
+    t = critical_value((1, 1), ((0, 1),), len(values) - 1)
+    return statistics.mean(values), t * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def compare(lines, claims, outcome):
     """(difference, half of its interval) for each claim with runs on both sides, by claim."""
     names = sorted({name for _, *both, _ in claims for name in both})
@@ -426,38 +435,25 @@ def with_deviation(values, digits=3):
 
 
 def methods_table(lines):
-    """Every outcome of every method."""
-    rows = [("method", "runs", *OUTCOMES)]
-    before = [
-        {**line, "evaluations": line["evaluations"][:1]}
+    """Every outcome of every method; of untrained policies what their evaluation says."""
+    untrained = ("before training", *UNTRAINED)
+    lines = lines + [
+        {**line, "method": untrained[0], "evaluations": line["evaluations"][:1]}
         for line in lines
         if line["method"] == "GRPO"
     ]
-    measures = {"sampled accuracy": "avg@2", "reward": "reward", "greedy": "greedy"}
-    measures |= {"share cut": "cut", "length": "length"}
-
-    def untrained(name, runs):
-        cells = [
-            with_deviation([held_out(run, measures[outcome]) for run in runs])
-            if outcome in measures
-            else ""
-            for outcome in OUTCOMES
-        ]
-        rows.append((name, f"{len(runs)}", *cells))
-
-    if before:
-        untrained("before training", before)
-    for name in UNTRAINED:
-        if runs := [line for line in lines if line["method"] == name]:
-            untrained(name, runs)
-    for name in METHODS:
-        runs = [line for line in lines if line["method"] == name]
-        if runs and name not in UNTRAINED:
+    rows = [("method", "runs", *OUTCOMES)]
+    for name in (*untrained, *(method for method in METHODS if method not in UNTRAINED)):
+        if count := sum(line["method"] == name for line in lines):
             cells = [
-                with_deviation(values_of(lines, name, outcome), 1 if outcome == "length" else 3)
+                ""
+                if name in untrained and outcome in ("mean over training", "entropy")
+                else with_deviation(
+                    values_of(lines, name, outcome), 1 if outcome == "length" else 3
+                )
                 for outcome in OUTCOMES
             ]
-            rows.append((name, f"{len(runs)}", *cells))
+            rows.append((name, f"{count}", *cells))
     return markdown(rows)
 
 
@@ -513,13 +509,10 @@ def early_table(lines):
                 for name in (method, other)
             )
             values = [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
-            cell = ""
-            if values[1:]:
-                t = critical_value((1, 1), ((0, 1),), len(values) - 1)  # Student's
-                half = t * statistics.stdev(values) / math.sqrt(len(values))
-                cell = f"{statistics.mean(values):+.3f} ± {half:.3f} ({len(values)})"
-            row.append(cell)
-        rows.append(row)
+            mean, half = mean_and_half(values)
+            row.append("" if math.isnan(half) else f"{mean:+.3f} ± {half:.3f} ({len(values)})")
+        if any(row[1:]):
+            rows.append(row)
     return markdown(rows)
 
 

@@ -234,7 +234,7 @@ def word_effects(differences):
     """A row for each kind of word: mean over puzzles and 95 % interval."""
     figure, axis = canvas(1, 1, 0.55 * len(differences) + 1.4)
     for row, values in enumerate(differences.values()):
-        mean, half = measures.mean_and_half(values)
+        mean, half = experiments.mean_and_half(values)
         colour = COLOURS[0] if abs(mean) <= half else BLUE if mean > 0 else ORANGE
         axis.errorbar(mean, row, xerr=half, fmt="D", color=colour, markersize=9, capsize=4)
     axis.axvline(0, color="black", linewidth=1, linestyle=":")
@@ -267,7 +267,7 @@ def cosines(measured):
     """How alike second and first step are: name -> one dictionary for each batch."""
     figure, axis = canvas(1, 1, 4.2)
     groups = {
-        label: [measures.mean_and_half([row[key] for row in rows]) for rows in measured.values()]
+        label: [experiments.mean_and_half([row[key] for row in rows]) for rows in measured.values()]
         for key, label in (("shared", "one AdamW for both steps"), ("own", "an AdamW for each"))
     }
     bars(axis, list(measured), {label: zip(*pairs) for label, pairs in groups.items()}, digits=2)
@@ -417,30 +417,30 @@ def change_rows(line):
 
 def turned_rows(line):
     """What Eq. 4 leaves of the gradient's direction and length."""
-    cosines, lengths = zip(*line["turned"].values())
+    cosines, lengths, steps = zip(*line["turned"].values())
     return [
         ("cosine with GRPO's gradient, α = .1 / .3 / 1", "not given", cosines, 3),
         ("length over that of GRPO's gradient", "not given", lengths, 2),
+        ("cosine of the first steps of AdamW", "not given", steps, 3),
     ]
 
 
 def risen_rows(line):
     """The highest bin of Fig. 3 as a difference to GRPO, and the tokens that stage 1 leaves out."""
-    both = line["figure_3"]
-    steps = [both[name]["risen"]["GRPO"] for name in ("SGD", "AdamW")]
+    both = [line["figure_3"][name] for name in ("SGD", "AdamW")]
+    risen = [one["risen"] for one in both]
     what = "Â > 0: share that rose with GRPO, lowest bin minus highest; SGD, AdamW"
-    rows = [(what, ".033", [risen[0] - risen[3] for risen in steps], 3)]
+    rows = [(what, ".033", [one["GRPO"][0] - one["GRPO"][3] for one in risen], 3)]
     for method, paper in (("AR", ".029"), ("Lopti", ".037"), ("GRPO, two passes", "not given")):
-        risen = [both[name]["risen"] for name in ("SGD", "AdamW")]
         more = [one[method][3] - one["GRPO"][3] for one in risen]
         what = f"π ≥ .75, Â > 0: share that rose, {method} minus GRPO; SGD, AdamW"
         rows.append((what, paper, more, 3))
-    for number_of_stage in (0, 1):
-        right = [both[name]["stages"][number_of_stage]["right_way"] for name in ("SGD", "AdamW")]
+    for stage in (0, 1):
+        right = [one["stages"][stage]["right_way"] for one in both]
         for side, moved in enumerate(("Â > 0: share that rose", "Â < 0: share that fell")):
-            what = f"π ≥ ½, {moved} by the end of stage {number_of_stage + 1}; SGD, AdamW"
+            what = f"π ≥ ½, {moved} by the end of stage {stage + 1}; SGD, AdamW"
             rows.append((what, "not given", [one[side] for one in right], 3))
-    sizes = [stage["size"] for name in ("SGD", "AdamW") for stage in both[name]["stages"]]
+    sizes = [stage["size"] for one in both for stage in one["stages"]]
     what = "π ≥ ½: mean size of the change after stage 1, 2, SGD; after stage 1, 2, AdamW"
     rows.append((what, "not given", sizes, 4))
     return rows

@@ -173,7 +173,7 @@ def agreement(gradients):
         return float(matrix.sum() - matrix.trace()) / pairs if pairs else math.nan
 
     others = [[j for j in batches if j != i] for i in batches]
-    _, half = mean_and_half([off_diagonal(cosines[rows][:, rows]) for rows in others])
+    _, half = experiments.mean_and_half([off_diagonal(cosines[rows][:, rows]) for rows in others])
     signal = math.sqrt(max(off_diagonal(dots), 0.0))
     return float(norms.mean()), off_diagonal(cosines), (len(dots) - 1) * half, signal
 
@@ -277,8 +277,8 @@ def figure_3(policy, rollout, args, rate):
                 stages = [
                     {
                         "right_way": [
-                            right_way(before, pi, advantages, likely & (advantages > 0)),
-                            right_way(before, pi, advantages, likely & (advantages < 0)),
+                            share((pi > before)[likely & (advantages > 0)]),
+                            share((pi < before)[likely & (advantages < 0)]),
                         ],
                         "risen": share((pi > before)[likely]),
                         "size": float((pi - before)[likely].abs().mean()),
@@ -299,12 +299,6 @@ def updated(policy, rollout, args, optimizer, alpha=0.0, eta=0.0, passes=1):
     )
 
 
-def right_way(before, after, advantages, tokens):
-    """Of some tokens with an advantage: the share whose probability moved the advantage's way."""
-    tokens = tokens & (advantages != 0)
-    return share(((after - before) * advantages > 0)[tokens])
-
-
 def share(hits):
     return float(hits.double().mean())
 
@@ -318,18 +312,9 @@ def rank_correlation(a, b):
 # ---- means over batches
 
 
-def mean_and_half(values):
-    """The mean of some batches' values and half of its 95 % interval (Student's t; NaN for one)."""
-    values = [value for value in values if not math.isnan(value)]
-    if len(values) < 2:
-        return (values[0] if values else math.nan), math.nan
-    factor = experiments.critical_value((1, 1), ((0, 1),), len(values) - 1)
-    return float(np.mean(values)), factor * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-
-
 def over_batches(rows):
     """Means and half intervals of each column of `rows`, one row for each batch: two lists."""
-    pairs = [mean_and_half([float(value) for value in column]) for column in zip(*rows)]
+    pairs = [experiments.mean_and_half(list(map(float, column))) for column in zip(*rows)]
     return [mean for mean, _ in pairs], [half for _, half in pairs]
 
 
@@ -344,16 +329,25 @@ def lever_shares(rollout, alpha):
 
 
 def turned(policy, rollout, args, alphas=(0.1, 0.3, 1.0)):
-    """What Eq. 4 does to the gradient, for each α: [cosine with GRPO's, length over GRPO's].
+    """What Eq. 4 does to the gradient, for each α: [cosine with GRPO's, length over GRPO's, cosine
+    of the steps that an AdamW without a past takes].
 
-    AdamW divides a gradient by its size, so that only the turn is left of it, not the length.
+    Such an AdamW steps along g/(|g| + 1e-8), each weight on its own: the length is lost, and small
+    entries, which turn the most, count as much as large ones.
     """
+
+    def cosine(a, b):
+        return float(a @ b / a.norm() / b.norm())
+
+    def step(gradient):
+        return gradient / (gradient.abs() + 1e-8)
+
     plain, result = gradient(policy, rollout.mask, rollout, args), {}
     for alpha in alphas:
         weighted = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
         other = gradient(policy, rollout.mask, changed(rollout, advantages=weighted), args)
-        cosine = plain @ other / plain.norm() / other.norm()
-        result[f"{alpha:g}"] = [float(cosine), float(other.norm() / plain.norm())]
+        length = float(other.norm() / plain.norm())
+        result[f"{alpha:g}"] = [cosine(plain, other), length, cosine(step(plain), step(other))]
     return result
 
 

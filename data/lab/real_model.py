@@ -128,12 +128,7 @@ SETTINGS = """--task math --reward data.lab.real_model:last_number --temperature
     --max-new-tokens 64 --prompts-per-step 32 --mini-batch-size 128 --kl-coef 0 --steps 24
     --save-every 0 --eval-size 0 --eval-samples 1 --eval-temperature 0.7"""
 TRAINING_PROBLEMS, HELD_OUT_PROBLEMS = 24 * 32, 256  # each training problem is seen once
-METHODS = {
-    "GRPO": "",
-    "GRPO, two passes": "--passes 2",
-    "AR": "--alpha 0.3",
-    "Lopti": "--eta 0.5",
-}
+METHODS = ("GRPO", "GRPO, two passes", "AR", "Lopti")
 LEARNING_RATES = ("1e-5", "3e-6", "1e-6", "3e-5")  # in this order, if the clock stops them
 SEEDS = (1, 2, 3, 4, 5)
 TEMPERATURES = (0.1, 0.3, 0.5, 0.7, 1.0)  # for the untrained model
@@ -321,7 +316,7 @@ def train(options, flags):
         if (method, rate, seed) in done:
             continue
         name = re.sub(r"\W+", "-", f"{method}-{rate}-{seed}")
-        own = f"{METHODS[method]} --learning-rate {rate} --seed {seed} --name {name}"
+        own = f"{experiments.METHODS[method]} --learning-rate {rate} --seed {seed} --name {name}"
         task = [*common, "--output", str(options.work), *shlex.split(own)]
         jobs.append((train_once, (task, method, rate, seed, options.threads)))
     if ("untrained", None, None) not in done:  # after the first learning rate's runs
