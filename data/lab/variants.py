@@ -1,8 +1,8 @@
 """lopti.py as the laboratory runs it: with rewards in its evaluations, and two variants of Â.
 
-    python data/lab/variants.py --alpha 0.3                            # as python lopti.py
-    python data/lab/variants.py --variant reward-free                  # Â = 1 everywhere, with KL
-    python data/lab/variants.py --variant token-centred --alpha 0.3    # Â minus its token mean
+python data/lab/variants.py --alpha 0.3                            # as python lopti.py
+python data/lab/variants.py --variant reward-free                  # Â = 1 everywhere, with KL
+python data/lab/variants.py --variant token-centred --alpha 0.3    # Â minus its token mean
 """
 
 import argparse
