@@ -62,6 +62,7 @@ GROUPS = {
         "AR, centred": f"{CURES['AR']} {CENTRED}",
         "Lopti, centred": f"{CURES['Lopti']} {CENTRED}",
         "high only, centred": f"--eta 0.5 --update-only high {CENTRED}",
+        "AR α = 1, centred": f"--alpha 1 {CENTRED}",
     },
     "later treatments": {
         "REINFORCE++": "--advantage reinforce++",
@@ -112,7 +113,9 @@ PLAN = [  # (method, seed), in order of importance
     *runs_of(range(3), *list(GROUPS["steps and their size"])[1:]),
     *runs_of(range(5, 10), *AGAIN),
     *runs_of(range(5), "STAPO", "80/20"),
-    *runs_of(range(3), "GRPO, centred", "Lopti, centred", "high only, centred"),
+    *runs_of(
+        range(3), "GRPO, centred", "Lopti, centred", "high only, centred", "AR α = 1, centred"
+    ),
     *runs_of(range(3), *IN_CELLS),
     *runs_of(range(3, 5), "high only", *list(GROUPS["steps and their size"])[1:], "AR, centred"),
     *runs_of(range(5), "REINFORCE++", "REINFORCE++, AR + Lopti", "min-p"),
@@ -162,6 +165,7 @@ OTHER_CLAIMS = [
     ("token-centred Â helps AR", "AR, centred", "AR", 1),
     ("token-centred Â helps Lopti", "Lopti, centred", "Lopti", 1),
     ("token-centred Â helps high only", "high only, centred", "high only", 1),
+    ("token-centred Â helps α = 1", "AR α = 1, centred", "AR α = 1", 1),
     ("α = 1 is worse than α = 0.3", "AR α = 1", "AR", -1),
     ("η = 0.8 is worse than η = 0.5", "Lopti η = 0.8", "Lopti", -1),
 ]
