@@ -106,23 +106,23 @@ def draw_effects(lines):
     for axis, outcome in zip(axes, experiments.JUDGED):
         grpo = experiments.values_of(lines, "GRPO", outcome)
         effects = experiments.compare(lines, claims, outcome)
-        for method, (difference, half) in effects.items():
-            values = experiments.values_of(lines, method, outcome)
-            singles = [value - statistics.mean(grpo) for value in values]
-            axis.plot(singles, [rows[method]] * len(values), "o", color="#888888", markersize=5)
-            sure = COLOURS[2] if difference > 0 else COLOURS[3]
-            colour = sure if abs(difference) > half else COLOURS[0]
-            axis.errorbar(difference, rows[method], xerr=half, fmt="D", color=colour, markersize=8)
-        per_run = half / math.sqrt(1 / len(values) + 1 / len(grpo))  # the same for all methods
-        margin = per_run * math.sqrt(1 / 5 + 1 / len(grpo))
+        first, (_, half) = next(iter(effects.items()))
+        runs = len(experiments.values_of(lines, first, outcome))
+        margin = half * math.sqrt((1 / 5 + 1 / len(grpo)) / (1 / runs + 1 / len(grpo)))
         left = -4.5 * margin
         axis.set_xlim(left, 3 * margin)
         for method, (difference, half) in effects.items():
-            if difference < left:  # far off: its number is more legible than its place
-                style = {"color": COLOURS[3], "verticalalignment": "center"}
-                axis.text(
-                    left + 0.1 * margin, rows[method], f"← {difference:.2f} ± {half:.2f}", **style
-                )
+            sure = COLOURS[2] if difference > 0 else COLOURS[3]
+            colour = sure if abs(difference) > half else COLOURS[0]
+            if difference - half < left:  # far off: its number is more legible than its place
+                style = {"color": colour, "verticalalignment": "center"}
+                text = f"← {difference:.2f} ± {half:.2f}"
+                axis.text(left + 0.1 * margin, rows[method], text, **style)
+                continue
+            values = experiments.values_of(lines, method, outcome)
+            singles = [value - statistics.mean(grpo) for value in values]
+            axis.plot(singles, [rows[method]] * len(values), "o", color="#888888", markersize=5)
+            axis.errorbar(difference, rows[method], xerr=half, fmt="D", color=colour, markersize=8)
         axis.axvspan(-margin, margin, color=BAND, alpha=0.5, linewidth=0)
         axis.axvline(0, color="black", linewidth=1)
         axis.set_title(f"{outcome}\nminus GRPO's")
