@@ -374,14 +374,12 @@ def mean_and_half(values):
 
 
 def compare(lines, claims, outcome):
-    """(difference, half of its interval) for each claim with runs on both sides, by claim."""
+    """(difference, half of its interval) for each claim with two runs on both sides, by claim."""
     names = sorted({name for _, *both, _ in claims for name in both})
     groups = {name: values_of(lines, name, outcome) for name in names}
-    groups = {name: values for name, values in groups.items() if values}
+    groups = {name: values for name, values in groups.items() if values[1:]}
     claims = [claim for claim in claims if claim[1] in groups and claim[2] in groups]
-    if not claims or not any(values[1:] for values in groups.values()):
-        return {}
-    return differences(groups, claims)
+    return differences(groups, claims) if claims else {}
 
 
 def differences(groups, claims):
