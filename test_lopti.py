@@ -874,9 +874,9 @@ def test_kk_names_of_several_words_stay_apart():
 
 def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
     for function in (rewards.kk_reward, rewards.math_reward):
-        with pytest.raises(ValueError, match="shorter"):
+        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
             function(["", ""], [TRUTH])
-    with pytest.raises(ValueError, match="longer"):
+    with pytest.raises(ValueError, match="argument 2 is longer than argument 1"):
         rewards.kk_reward([""], [TRUTH], prompts=["", ""])
     with pytest.raises(ValueError, match="row 1 of `solution`"):
         rewards.kk_reward(["a", "b"], [TRUTH, "nobody here"])
@@ -917,7 +917,7 @@ RIGHT = r"""
 \frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right)
 -\frac{3}{4} | \frac{-3}{4} | −0.75 | -3/4
 \frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3
-\frac{3}{4} | 7.5\cdot10^{-1} | 0.75 \times 10^0
+\frac{3}{4} | 7.5\cdot10^{-1}
 1200 | 1,200 | 1{,}200 | 1,\!200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3}
@@ -925,7 +925,7 @@ RIGHT = r"""
 \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1 | \frac{-3 + \sqrt{33}}{3}
 2001+25i | 25i+2001
 2^{10} | 1024 | 2^{ 10 }
-6 + 5 | 11
+6 + 5 | 11 | 1.1 \times 10^1
 1204_9 | 1204_{9}
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2

@@ -88,10 +88,13 @@ UNTRAINED = {
     f"untrained, T = {temperature}": f"--steps 0 --eval-temperature {temperature}"
     for temperature in (0.2, 0.4, 0.6, 0.8)
 }
-AGAIN = {  # the early lead, on new seeds
-    "Lopti, seeds 5 to 9": CURES["Lopti"],
-    "GRPO, two passes, seeds 5 to 9": "--passes 2",
-    "reversed Lopti, seeds 5 to 9": "--eta 0.5 --order high-low",
+AGAIN = {  # what happens early in training, on new seeds
+    f"{name}, seeds 5 to 9": GROUPS[group][name]
+    for group, name in (
+        ("the paper's cures", "Lopti"),
+        ("steps and their size", "GRPO, two passes"),
+        ("order and groups", "reversed Lopti"),
+    )
 }
 METHODS = {
     name: flags

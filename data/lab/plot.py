@@ -13,6 +13,7 @@ import json
 import math
 import statistics
 import sys
+from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
@@ -90,9 +91,10 @@ def draw_effects(lines):
     Blue is surely more, orange surely less. Methods that are GRPO, five runs each, would all lie in
     the grey band 19 times in 20.
     """
-    made = {line["method"] for line in lines}
+    runs = Counter(line["method"] for line in lines)
     groups = {
-        name: [method for method in experiments.GROUPS[name] if method in made] for name in EFFECTS
+        name: [method for method in experiments.GROUPS[name] if runs[method] > 1]
+        for name in EFFECTS
     }
     methods = [method for group in groups.values() for method in group]
     claims = [(method, method, "GRPO", 0) for method in methods]
@@ -107,8 +109,7 @@ def draw_effects(lines):
         grpo = experiments.values_of(lines, "GRPO", outcome)
         effects = experiments.compare(lines, claims, outcome)
         first, (_, half) = next(iter(effects.items()))
-        runs = len(experiments.values_of(lines, first, outcome))
-        margin = half * math.sqrt((1 / 5 + 1 / len(grpo)) / (1 / runs + 1 / len(grpo)))
+        margin = half * math.sqrt((1 / 5 + 1 / len(grpo)) / (1 / runs[first] + 1 / len(grpo)))
         left = -4.5 * margin
         axis.set_xlim(left, 3 * margin)
         for method, (difference, half) in effects.items():
