@@ -122,10 +122,12 @@ PLAN = [  # (method, seed), in order of importance
         range(3), "GRPO, centred", "Lopti, centred", "high only, centred", "AR α = 1, centred"
     ),
     *runs_of(range(3), *IN_CELLS),
-    *runs_of(range(3, 5), "high only", *list(GROUPS["steps and their size"])[1:], "AR, centred"),
-    *runs_of(range(5), "REINFORCE++", "REINFORCE++, AR + Lopti", "min-p"),
+    *runs_of(range(3, 5), *list(GROUPS["steps and their size"])[1:]),
+    *runs_of(range(5), "REINFORCE++", "REINFORCE++, AR + Lopti"),
     *runs_of(range(3), *GROUPS["other rates"]),
     *runs_of(range(3), *[method for method in GROUPS["sweeps"] if method != "AR α = 1"]),
+    *runs_of(range(5), "min-p"),
+    *runs_of(range(3, 5), "high only", "AR, centred"),
 ]
 
 SETTINGS = "--eval-every 6 --eval-samples 2 --quiet"
