@@ -505,7 +505,10 @@ EARLY += [("reversed Lopti, seeds 5 to 9", "GRPO")]
 def early_table(lines):
     """Differences in accuracy over steps 2 to 12, by seed (the same prompts), in three places."""
     laboratories = {"first laboratory": read_lines(NOTHING_TO_LEARN)}
-    laboratories |= {"this one": lines, "SmolLM2": read_lines(REAL_MODEL)}
+    laboratories["this one"] = lines
+    for run in read_lines(REAL_MODEL):
+        if "learning_rate" in run:  # not the untrained model
+            laboratories.setdefault(f"SmolLM2, {run['learning_rate']}", []).append(run)
     rows = [("difference", *laboratories)]
     for method, other in EARLY:
         row = [f"{method} - {other}"]

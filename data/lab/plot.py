@@ -134,27 +134,34 @@ def draw_effects(lines):
 
 
 def draw_real_model(lines):
-    """Accuracy in training on SmolLM2: means over seeds and over 3 steps, and over a whole run.
+    """Accuracy in training on SmolLM2, a row for each learning rate.
 
-    On the right every dot is a run, its mean accuracy after the first step.
+    Left: means over seeds and over 3 steps. Right: every dot is a run, its mean after the first
+    step.
     """
     lines = [line for line in lines if "metrics" in line]  # not the untrained model
     methods = list(dict.fromkeys(line["method"] for line in lines))
-    figure = Figure(figsize=(16, 6), layout="constrained")
-    over_steps, over_runs = figure.subplots(1, 2)
-    for number, method in enumerate(methods):
-        runs = [line for line in lines if line["method"] == method]
-        accuracies = zip(*(run["metrics"]["accuracy"] for run in runs))  # of each step
-        style = {"color": COLOURS[number], "linestyle": LINES[number], "label": method}
-        means = running_mean([statistics.mean(step) for step in accuracies], 3)
-        over_steps.plot(range(1, len(means) + 1), means, **style)
-        whole = [experiments.accuracy_in_training(run) for run in runs]
-        over_runs.plot(whole, [number] * len(whole), "o", color=COLOURS[number], markersize=9)
-        over_runs.plot(statistics.mean(whole), number, "|", color=COLOURS[number], markersize=40)
-    over_runs.set_yticks(range(len(methods)), methods)
-    over_runs.set(title="mean of each run, and of all (|)", ylim=(len(methods) - 0.4, -0.6))
-    over_steps.set(title="accuracy in training, 3 steps at a time", xlabel="training step")
-    over_steps.legend(frameon=False)
+    rates = sorted({line["learning_rate"] for line in lines}, key=float)
+    figure = Figure(figsize=(16, 5 * len(rates)), layout="constrained")
+    axes = figure.subplots(len(rates), 2, sharex="col", squeeze=False)
+    for rate, (over_steps, over_runs) in zip(rates, axes):
+        for number, method in enumerate(methods):
+            cell = {"method": method, "learning_rate": rate}
+            runs = [line for line in lines if cell.items() <= line.items()]
+            accuracies = zip(*(run["metrics"]["accuracy"] for run in runs))  # of each step
+            means = running_mean([statistics.mean(step) for step in accuracies], 3)
+            style = {"color": COLOURS[number], "linestyle": LINES[number], "label": method}
+            over_steps.plot(range(1, len(means) + 1), means, **style)
+            whole = [experiments.accuracy_in_training(run) for run in runs]
+            over_runs.plot(whole, [number] * len(whole), "o", color=COLOURS[number], markersize=9)
+            over_runs.plot(
+                statistics.mean(whole), number, "|", color=COLOURS[number], markersize=40
+            )
+        over_runs.set_yticks(range(len(methods)), methods)
+        over_runs.set(title="mean of each run, and of all (|)", ylim=(len(methods) - 0.4, -0.6))
+        over_steps.set(title=f"accuracy in training at {rate}, 3 steps at a time", ylim=(0, 0.8))
+    over_steps.set_xlabel("training step")
+    axes[0, 0].legend(frameon=False)
     return figure
 
 
