@@ -1,13 +1,13 @@
 """Run the laboratory: the training runs behind RESULTS.md. results/DESIGN.md says why.
 
-    python data/lab/experiments.py --jobs 2      # make the runs that are missing, two at a time
-    python data/lab/experiments.py --list        # print their commands, run nothing
-    python data/lab/experiments.py --table       # print the tables of the runs that are there
-    python data/lab/experiments.py --write       # put these tables into RESULTS.md
+    python data/lab/experiments.py --results my.jsonl --jobs 2   # make the runs, two at a time
+    python data/lab/experiments.py --results my.jsonl --list     # print their commands, run nothing
+    python data/lab/experiments.py --table                       # the tables of results/runs.jsonl
+    python data/lab/experiments.py --write                       # put these tables into RESULTS.md
 
 Each run is a process of its own, a `python data/lab/variants.py` command, which is lopti.py with
-rewards in its evaluations. When it ends its line is appended to results/runs.jsonl. The same
-command goes on where it was stopped.
+rewards in its evaluations. When it ends its line is appended to the results. The same command goes
+on where it was stopped.
 """
 
 import argparse
@@ -561,7 +561,7 @@ def main():
     add("--minutes", type=float, default=math.inf, help="stop after so many")
     add("--work", type=Path, default=ROOT / "runs" / "experiments", help="where run folders go")
     add("--results", type=Path, default=RESULTS, help="the file of finished runs")
-    add("--plain", type=Path, default=ROOT / "data" / "tiny-plain", help="policy of plain wording")
+    add("--plain", type=Path, default=ROOT / "data/tiny-plain", help="data/tiny made with --plain")
     add("--list", action="store_true", help="print the commands and stop")
     add("--table", action="store_true", help="print the tables and stop")
     add("--write", action="store_true", help="write the tables into RESULTS.md and stop")
