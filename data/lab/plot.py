@@ -142,7 +142,7 @@ def draw_real_model(lines):
     lines = [line for line in lines if "metrics" in line]  # not the untrained model
     methods = list(dict.fromkeys(line["method"] for line in lines))
     rates = sorted({line["learning_rate"] for line in lines}, key=float)
-    figure = Figure(figsize=(16, 5 * len(rates)), layout="constrained")
+    figure = Figure(figsize=(16, 4.5 * len(rates)), layout="constrained")
     axes = figure.subplots(len(rates), 2, sharex="col", squeeze=False)
     for rate, (over_steps, over_runs) in zip(rates, axes):
         for number, method in enumerate(methods):
