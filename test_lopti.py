@@ -124,17 +124,9 @@ def gradient(model):
 
 GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
 OUTPUTS = ("advantages", "reweighted_advantages", "low")  # of a golden case, beside its stages
-OUR_NAMES = {  # for what the published code calls
-    "old_logprob": "old_logprobs",
-    "new_logprob": "new_logprobs",
-    "ref_logprob": "ref_logprobs",
-    "advantage": "advantages",
-    "advantage_reweighted": "reweighted_advantages",
-    "low_mask": "low",
-    "low": "low_stage",
-    "high": "high_stage",
-    "grad_wrt_logprob": "gradient",
-}
+OUR_NAMES = """old_logprob: old_logprobs, new_logprob: new_logprobs, ref_logprob: ref_logprobs,
+advantage: advantages, advantage_reweighted: reweighted_advantages, grad_wrt_logprob: gradient,
+low_mask: low, low: low_stage, high: high_stage"""  # for what the published code calls
 
 
 def tensor_of(values):
@@ -198,7 +190,8 @@ def test_golden_file_is_what_its_script_writes():
 def test_published_code():
     """The cases that the paper's own code computed."""
     text = shared_file("golden/published_code.json").read_text()
-    text = re.sub(r'"(\w+)":', lambda name: f'"{OUR_NAMES.get(name[1], name[1])}":', text)
+    names = dict(re.findall(r"(\w+): (\w+)", OUR_NAMES))
+    text = re.sub(r'"(\w+)":', lambda name: f'"{names.get(name[1], name[1])}":', text)
     for case in json.loads(text)["cases"]:
         check_case(case)
 
@@ -425,9 +418,7 @@ def updated(flags="", stage=None, optimizer=torch.optim.AdamW, rate=1e-3):
 
 
 @pytest.mark.parametrize("stage", [None, "low"])
-@pytest.mark.parametrize(
-    "flags", ["", "--stapo --stapo-tau 0.01", "--top-entropy 0.2", "--min-p 0.1"]
-)
+@pytest.mark.parametrize("flags", ["", "--stapo --stapo-tau .01", "--top-entropy .2", "--min-p .1"])
 def test_gradient_does_not_depend_on_the_micro_batch_size(flags, stage):
     """Nor do the statistics. By SGD at rate 1 the weights move by the gradient."""
     flags += " --mini-batch-size 0 --max-grad-norm inf --kl-coef 0.1"
@@ -561,6 +552,46 @@ def test_our_golden_treatments(case):
     top = lopti.entropy_mask(entropies, mask, case["rho"])
     bottom = lopti.entropy_mask(entropies, mask, 1 - case["rho"], lowest=True)
     assert (top.tolist(), bottom.tolist()) == (case["top_kept"], case["bottom_kept"])
+
+
+def test_the_laboratorys_gradients_against_autograd():
+    """Fig. 1's norms and moves, and the turn by AR, from each response's plain log π."""
+    model, args = random_model(), arguments("--temperature 0.1")
+    rollout, moved = sample(model, group_size=16, temperature=0.1), copy.deepcopy(model)
+    mask, parameters = rollout.mask, list(model.parameters())
+
+    def logprobs(policy):  # (B, T)
+        rows = [(plain_distribution(policy, *row, 0.1), row[1]) for row in plain_rows(rollout)]
+        return pad_sequence([every.gather(1, ids[:, None])[:, 0] for every, ids in rows], True)
+
+    def slope(advantages):
+        loss = -(advantages * logprobs(model)).sum() / mask.sum()
+        return torch.cat([part.flatten() for part in torch.autograd.grad(loss, parameters)])
+
+    def first_step(slope):  # of Adam
+        vector = torch.zeros_like(slope, requires_grad=True)
+        vector.grad = slope
+        torch.optim.Adam([vector]).step()
+        return vector.detach()
+
+    rollout.old_logprobs = logprobs(model).detach()
+    pi, rollout.advantages = rollout.old_logprobs.exp(), torch.randn(len(mask), 1) * mask
+    edges = ((0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 2))
+    bins = [mask & (low <= pi) & (pi < high) for low, high in edges]
+    found = measures.figure_1(model, rollout, args, rate=0.01)
+    norms = [slope(rollout.advantages * tokens).norm().item() for tokens in bins]
+    assert min(norms) > 0 and found["norm"]["bins"] == pytest.approx(norms, rel=1e-4)
+    for name, tokens in (("all", mask), ("lowest", bins[0]), ("highest", bins[3])):
+        moves = -0.01 * slope(rollout.advantages * tokens)
+        torch.nn.utils.vector_to_parameters(weights(model) + moves, moved.parameters())
+        sizes = [(logprobs(moved).exp() - pi)[tokens].abs().mean().item() for tokens in bins]
+        assert found["change"][name]["size_by_bin"] == pytest.approx(sizes, rel=1e-3)
+    plain, cosine = slope(rollout.advantages), torch.nn.CosineSimilarity(0)
+    for alpha, turned in measures.turned(model, rollout, args).items():
+        other = slope((1 - float(alpha) * (1 - pi)) * rollout.advantages)
+        steps = cosine(first_step(plain), first_step(other))
+        expected = [cosine(plain, other), other.norm() / plain.norm(), steps]
+        assert turned == pytest.approx([value.item() for value in expected], abs=1e-4)
 
 
 # ------------------------------------------------------------------------------ the algorithm
@@ -719,8 +750,10 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     losses = plain_training(plain, rollouts, TRAINING[flags].split(), args, events)
     metrics = read_jsonl(run.folder / "metrics.jsonl")
     for rollout, loss, row in zip(rollouts, losses, metrics, strict=True):
-        right = [reward >= 1 for reward in vowels_modulo_3(rollout.texts)]
-        assert row["accuracy"] == pytest.approx(statistics.mean(right))
+        values = vowels_modulo_3(rollout.texts)
+        assert row["accuracy"] == pytest.approx(statistics.mean(value >= 1 for value in values))
+        equal = [len(set(values[start : start + 4])) == 1 for start in (0, 4, 8)]
+        assert row["frac_reward_zero_std"] == pytest.approx(statistics.mean(equal))
         assert row["policy_loss"] == pytest.approx(loss, abs=1e-4)  # of all mini-batches
     assert all(events[name] for name in ("low clip", "high clip", "dual clip", "norm clip"))
     assert events["unsafe"] or not args.min_p
@@ -811,30 +844,27 @@ def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
     return rewards.kk_reward([f"{before}<answer>{answer}</answer>"], [truth], **columns)[0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        (TRUTH, 3.0),
-        ("JACKSON IS A KNAVE.\nJack is\ta  knight", 3.0),  # no matter the case, order and spacing
-        ("Jack is a knight\nJackson is a knight", -0.5),  # complete but wrong
-        ("Jack is a knight", -1.0),  # a name is missing
-        ("Jack is a knight\nJack is a knave", -1.0),  # both roles for one name
-        ("Jack is a knight\nJack is a knave\nJackson is a knave", -1.0),
-        (TRUTH + "\nso there is one knight", -1.0),  # one role word too many
-        ("Both are knights: " + TRUTH, -1.0),  # 'knights' counts as well
-        ("Jack is a knight\nJackson is a knaves", -1.0),  # the count is right, the word is not
-        ("Jackson is a knight\nJackson is a knave", -1.0),  # Jack is not inside Jackson
-        ("(1) Zoey is a knight\n(2) Oliver is a knave", -1.0),  # copied from the prompt's example
-        ("", -1.0),
-    ],
-)
-def test_kk_answer(answer, score):
-    assert kk(answer) == score
+def test_kk_answer():
+    scores = {
+        TRUTH: 3.0,
+        "JACKSON IS A KNAVE.\nJack is\ta  knight": 3.0,  # no matter the case, order and spacing
+        "Jack is a knight\nJackson is a knight": -0.5,  # complete but wrong
+        "Jack is a knight": -1.0,  # a name is missing
+        "Jack is a knight\nJack is a knave": -1.0,  # both roles for one name
+        "Jack is a knight\nJack is a knave\nJackson is a knave": -1.0,
+        TRUTH + "\nso there is one knight": -1.0,  # one role word too many
+        "Both are knights: " + TRUTH: -1.0,  # 'knights' counts as well
+        "Jack is a knight\nJackson is a knaves": -1.0,  # the count is right, the word is not
+        "Jackson is a knight\nJackson is a knave": -1.0,  # Jack is not inside Jackson
+        "(1) Zoey is a knight\n(2) Oliver is a knave": -1.0,  # copied from the prompt's example
+        "": -1.0,
+    }
+    for answer, score in scores.items():
+        assert kk(answer) == score, answer
 
 
-@pytest.mark.parametrize(
-    "response",
-    [
+def test_kk_broken_format():
+    responses = [
         f"<answer>{TRUTH}</answer>",  # thinking never ends
         f"</think><answer>{TRUTH}",
         f"</think></think><answer>{TRUTH}</answer>",
@@ -845,10 +875,8 @@ def test_kk_answer(answer, score):
         None,
         [],
         [{"role": "assistant", "content": None}],
-    ],
-)
-def test_kk_broken_format(response):
-    assert rewards.kk_reward([response], [TRUTH]) == [-3.0]
+    ]
+    assert rewards.kk_reward(responses, [TRUTH] * 10) == [-3.0] * 10
 
 
 def test_kk_reads_from_the_prompt_whether_think_is_open():
@@ -893,22 +921,20 @@ def test_kk_agrees_with_the_published_reward():
 # ------------------------------------------------------------------------- rewards: mathematics
 
 
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"\boxed{1} or \boxed{2}", "2"),
-        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
-        (r"$\boxed 5$ eggs", "5"),
-        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
-        (r"\boxed{1}</think> I forgot.", None),
-        (r"\boxed{1}</think> \boxed{2}", "2"),
-        (r"\boxed{1} no: \boxed{2", None),
-        (r"\boxed{}", ""),
-        ("the answer is 5", None),
-    ],
-)
-def test_extract_boxed(text, content):
-    assert rewards.extract_boxed(text) == content
+def test_extract_boxed():
+    contents = {
+        r"\boxed{1} or \boxed{2}": "2",
+        r"\boxed{\frac{1}{2}} }": r"\frac{1}{2}",
+        r"$\boxed 5$ eggs": "5",
+        r"\boxed{\left\{ 1 \right.}": r"\left\{ 1 \right.",
+        r"\boxed{1}</think> I forgot.": None,
+        r"\boxed{1}</think> \boxed{2}": "2",
+        r"\boxed{1} no: \boxed{2": None,
+        r"\boxed{}": "",
+        "the answer is 5": None,
+    }
+    for text, content in contents.items():
+        assert rewards.extract_boxed(text) == content, text
 
 
 RIGHT = r"""
@@ -1110,7 +1136,7 @@ def test_every_shape_of_row_in_every_format(tmp_path, shape, suffix):
     answer = f"</think><answer>{solution}</answer>" if task == "kk" else f"\\boxed{{{solution}}}"
     answer = answer if loaded["prompt"].endswith("<think>") else "<think>" + answer
     assert lopti.compute_rewards([answer], [loaded], arguments(flags)) == [
-        3.0 if task == "kk" else 1.0
+        rewards.TASKS[task].solved
     ]
 
 
@@ -1334,10 +1360,8 @@ def checkpoints(folder):
 
 def lasting_metrics(folder):
     """The rows of metrics.jsonl without what differs between two runs of the same command."""
-    passing, rows = ("seconds", "tokens_per_second", "peak_memory"), []
-    for row in read_jsonl(folder / "metrics.jsonl"):
-        rows.append({key: row[key] for key in row if not key.startswith(passing)})
-    return rows
+    passing, rows = ("seconds", "peak_memory"), read_jsonl(folder / "metrics.jsonl")
+    return [{key: row[key] for key in row if not key.startswith(passing)} for row in rows]
 
 
 def assert_same_run(folder, other):
@@ -1381,13 +1405,6 @@ def test_what_a_run_leaves_behind(finished_run):
     assert not torch.equal(weights(trained), weights(lopti.load_model(TINY, "cpu")[0]))
 
 
-def test_same_command_same_run(finished_run, tmp_path):
-    flags = FLAGS + f"--name again --output {tmp_path}"
-    command = [sys.executable, ROOT / "lopti.py", *flags.split()]
-    subprocess.run(command, check=True, capture_output=True, cwd=ROOT, timeout=300)
-    assert_same_run(tmp_path / "again", finished_run)
-
-
 @pytest.mark.parametrize("seed", range(int(os.environ.get("LOPTI_KILLS", "2"))))
 def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     """SIGKILL at two random moments; the same metrics and weights. LOPTI_KILLS=20 for more."""
@@ -1420,22 +1437,12 @@ def test_asked_to_stop_it_finishes_the_step_and_saves(finished_run, tmp_path, nu
     assert_same_run(folder, finished_run)
 
 
-def slow_in_training(completions, **columns):
-    time.sleep(50 if len(completions) > 1 else 0)
-    return [0.0] * len(completions)
-
-
 def test_asked_twice_it_stops_at_once(tmp_path):
-    flags = FLAGS + f"--name twice --output {tmp_path} --reward {__name__}:slow_in_training"
-    process = start(flags, tmp_path / "log")
-    wait_for(tmp_path / "twice" / "evaluations.jsonl")
-    process.join(1)  # well into the first step
-    os.kill(process.pid, signal.SIGINT)
-    process.join(0.5)
-    assert process.is_alive()
-    os.kill(process.pid, signal.SIGINT)
-    process.join(20)
-    assert process.exitcode == 130 and "Traceback" not in (tmp_path / "log").read_text()
+    run = lopti.Run(arguments(output=str(tmp_path)))
+    signal.signal(signal.SIGINT, run.ask_to_stop)
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_more_steps_with_resume(finished_run, tmp_path):
@@ -1545,10 +1552,9 @@ def places(tmp_path_factory, finished_run):
         "mistyped": {"model_type": "qwen2"},  # which has biases
         "short": {"max_position_embeddings": 64},
         "narrow": {"vocab_size": 90},
-        "stretched": {
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-        },
-    } | {"cut": {}, "weightless": {}}
+        "stretched": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9, "factor": 4}},
+        "cut": {},
+    }
     for name, changed in changes.items():
         shutil.copytree(TINY, folder / name)
         edit(folder / name / "config.json", **changed)
@@ -1557,7 +1563,6 @@ def places(tmp_path_factory, finished_run):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     os.truncate(folder / "cut" / "model.safetensors", 5000)
-    (folder / "weightless" / "model.safetensors").unlink()
     named = {path.stem: path for path in folder.iterdir()}
     return named | {"run": finished_run, "runs": finished_run.parent}
 
@@ -1576,7 +1581,6 @@ ERRORS = {  # the flags: what the sentence must name
     "--data {null}": "null.jsonl",
     "--data {silent} --people 1": "prompt",
     "--model no/such-model-anywhere": "no/such-model-anywhere",
-    "--model {weightless}": "weightless",
     "--model {cut}": "cut",
     "--model {mistyped}": "mistyped",
     "--model {narrow}": "embedding",
@@ -1642,13 +1646,11 @@ def test_the_laboratorys_statistics():
     assert half == pytest.approx(student, rel=0.02)
 
 
-def test_lopti_takes_every_command_of_the_laboratory():
+def test_the_laboratorys_commands_and_tables():
+    """lopti.py takes the flags of every run; the tables are those of the runs."""
     for flags in experiments.METHODS.values():
         flags = re.sub(r"--variant \S+", "", flags.format(plain="model"))
         arguments(f"{experiments.SETTINGS} {flags}")
-
-
-def test_the_tables_are_those_of_the_runs():
     page = experiments.PAGE.read_text(encoding="utf-8")
     assert experiments.with_tables(page, experiments.read_lines(experiments.RESULTS)) == page
     assert real_model.comparison(experiments.read_lines(experiments.REAL_MODEL)) in page
@@ -1665,10 +1667,8 @@ def test_notebook_is_as_it_runs(monkeypatch):
     book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    outputs = [output for cell in code for output in cell.outputs]
-    assert not any(
-        {"stderr", "error"} & {output.get("name"), output.output_type} for output in outputs
-    )
+    kinds = {output.get("name", output.output_type) for cell in code for output in cell.outputs}
+    assert not kinds & {"stderr", "error"}
     expected = pictures(code)
     monkeypatch.setenv("LOPTI_QUICK", "1")  # the kernel inherits it
     place = {"metadata": {"path": str(ROOT)}}
