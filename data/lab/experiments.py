@@ -72,7 +72,7 @@ GROUPS = {
     },
     "other rates": {
         f"{name}, rate × {factor}": f"{flags} {rate}"
-        for name, flags in CURES.items()
+        for name, flags in {**CURES, "GRPO, two passes": "--passes 2"}.items()
         for factor, rate in (("0.5", HALF), ("2", TWICE))
     },
     "sweeps": {f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.6, 1)}
@@ -485,10 +485,10 @@ def claims_table(lines, claims):
 
 
 def rates_table(lines):
-    """The primary methods at three learning rates."""
+    """The primary methods and two passes at three learning rates."""
     rows = [("outcome", "method", *(f"rate × {factor}" for factor in ("0.5", "1", "2")))]
     for outcome in JUDGED:
-        for method in ("GRPO", *CURES):
+        for method in ("GRPO", *CURES, "GRPO, two passes"):
             names = (f"{method}, rate × 0.5", method, f"{method}, rate × 2")
             groups = [values_of(lines, name, outcome) for name in names]
             cells = [with_deviation(values) if values else "" for values in groups]
