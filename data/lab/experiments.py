@@ -43,6 +43,8 @@ PLAIN = "--model {plain}"  # the policy with one wording for each thing
 SHORT, PLAIN_SHORT = "--max-new-tokens 130", "--max-new-tokens 140"  # 23 % are cut at the start
 
 CURES = {"AR": "--alpha 0.3", "Lopti": "--eta 0.5", "AR + Lopti": "--alpha 0.3 --eta 0.5"}
+TWO_PASSES = {"GRPO, two passes": "--passes 2"}  # as many optimizer steps as Lopti
+AT_THREE_RATES = CURES | TWO_PASSES  # beside GRPO
 GROUPS = {
     "baseline": {"GRPO": ""},
     "the paper's cures": CURES,
@@ -52,7 +54,7 @@ GROUPS = {
         "low only": "--eta 0.5 --update-only low",
     },
     "steps and their size": {
-        "GRPO, two passes": "--passes 2",
+        **TWO_PASSES,
         "GRPO, rate × 0.5": HALF,
         "GRPO, rate × 2": TWICE,
     },
@@ -72,7 +74,7 @@ GROUPS = {
     },
     "other rates": {
         f"{name}, rate × {factor}": f"{flags} {rate}"
-        for name, flags in {**CURES, "GRPO, two passes": "--passes 2"}.items()
+        for name, flags in AT_THREE_RATES.items()
         for factor, rate in (("0.5", HALF), ("2", TWICE))
     },
     "sweeps": {f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.6, 1)}
@@ -488,7 +490,7 @@ def rates_table(lines):
     """The primary methods and two passes at three learning rates."""
     rows = [("outcome", "method", *(f"rate × {factor}" for factor in ("0.5", "1", "2")))]
     for outcome in JUDGED:
-        for method in ("GRPO", *CURES, "GRPO, two passes"):
+        for method in ("GRPO", *AT_THREE_RATES):
             names = (f"{method}, rate × 0.5", method, f"{method}, rate × 2")
             groups = [values_of(lines, name, outcome) for name in names]
             cells = [with_deviation(values) if values else "" for values in groups]
