@@ -98,9 +98,58 @@ AGAIN = {  # what happens early in training, on new seeds
         ("order and groups", "reversed Lopti"),
     )
 }
+# ---- Is it the split, or the step? DESIGN.md has the plan, written before these runs.
+
+SHORT_EVALUATION = "--eval-every 0"  # before and after training only: training itself is judged
+ON_PLAIN = {
+    f"{name}, plain wording": f"{flags} {PLAIN} {SHORT_EVALUATION}".strip()
+    for name, flags in {
+        **TWO_PASSES,
+        "Lopti": CURES["Lopti"],
+        "reversed Lopti": GROUPS["order and groups"]["reversed Lopti"],
+        "GRPO": "",
+        "AR": CURES["AR"],
+    }.items()
+}
+SECOND_STEP = {
+    "random split": "--eta 0.5 --variant random-split",
+    "GRPO, half-size mini-batches": "--mini-batch-size 32",
+}
+ORDER_OR_ADAM = {
+    f"{name}, β₁ = 0": f"{flags} --variant no-momentum".strip()
+    for name, flags in (
+        ("GRPO", ""),
+        ("Lopti", CURES["Lopti"]),
+        ("reversed Lopti", GROUPS["order and groups"]["reversed Lopti"]),
+    )
+} | {"Lopti, two optimizers": f"{CURES['Lopti']} --save-every 0 --variant two-optimizers"}
+CEILING = {
+    "GRPO, without wording": "--variant without-wording",
+    "GRPO, twice the prompts": "--prompts-per-step 32 --mini-batch-size 128",
+}
+NEW_ARMS = {
+    name: f"{SHORT_EVALUATION} {flags}"
+    for group in (SECOND_STEP, ORDER_OR_ADAM, CEILING)
+    for name, flags in group.items()
+}
+LONG_JOB = (
+    f"{PLAIN} --people 3 4 5 --steps 200 --learning-rate 5e-5 --prompts-per-step 8 "
+    "--mini-batch-size 32 --max-new-tokens 320 --eval-every 20 --eval-size 40 --eval-data {work}/long/kk_test.jsonl"
+)
+LONG = {
+    f"{name}, long": f"{LONG_JOB} {flags}".strip()
+    for name, flags in {
+        "GRPO": "",
+        "Lopti": CURES["Lopti"],
+        **TWO_PASSES,
+        "reversed Lopti": GROUPS["order and groups"]["reversed Lopti"],
+        "AR": CURES["AR"],
+        "AR + Lopti": CURES["AR + Lopti"],
+    }.items()
+}
 METHODS = {
     name: flags
-    for group in (*GROUPS.values(), AGAIN, IN_CELLS, UNTRAINED)
+    for group in (*GROUPS.values(), AGAIN, IN_CELLS, UNTRAINED, ON_PLAIN, NEW_ARMS, LONG)
     for name, flags in group.items()
 }
 
@@ -131,9 +180,22 @@ PLAN = [  # (method, seed), in order of importance
     *runs_of(range(5), "min-p"),
     *runs_of(range(3, 5), "high only", "AR, centred"),
 ]
+PLAIN_ARMS = list(ON_PLAIN)[:4]
+QUESTIONS = {  # a queue for each core: (method, seed), in order of importance
+    "split or step": [
+        *runs_of(range(5), *PLAIN_ARMS),
+        *runs_of(range(5), *SECOND_STEP),
+        *runs_of(range(5, 10), *PLAIN_ARMS),
+        *runs_of(range(3), *ORDER_OR_ADAM),
+        *runs_of(range(3), *CEILING),
+        *runs_of(range(10), "AR, plain wording"),
+    ],
+    "long": runs_of(range(2), *LONG),
+}
 
 SETTINGS = "--eval-every 6 --eval-samples 2 --quiet"
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
+HELD_OUT_LONG = "--people 3 4 5 --train 0 --test 40 --seed 20261123"
 
 # ---- The claims: (what is claimed, method, compared with, +1: more or -1: less; 0: no claim)
 
@@ -190,12 +252,12 @@ CELL_CLAIMS = [
 def command_of(method, seed, args):
     """The folder of a run, and the command that begins it or goes on with it."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-") + f"-{seed}"
-    folder, flags = args.work / name, METHODS[method].format(plain=args.plain)
+    folder, flags = args.work / name, METHODS[method].format(plain=args.plain, work=args.work)
     command = ["python", "data/lab/variants.py"]
     if (folder / "checkpoints").exists():
         variant = flags.split()[-2:] if "--variant" in flags else []
         return folder, [*command, *variant, "--resume", str(folder), "--quiet"]
-    flags = f"{SETTINGS} {flags} --eval-data {args.work / 'kk_test.jsonl'}"
+    flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} {flags}"
     return folder, [
         *command,
         *shlex.split(flags),
@@ -556,6 +618,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("--question", choices=QUESTIONS, help="the runs of this question only")
     add("--jobs", type=int, default=1, help="runs at a time")
     slots = "instead of --jobs: so many at a time with these flags, such as 10 '--device cuda'"
     add("--on", nargs=2, action="append", metavar=("JOBS", "FLAGS"), help=slots)
@@ -576,19 +639,24 @@ def main():
         print("\n\n".join(tables(lines).values()))
     else:
         done = {(line["method"], line["seed"]) for line in lines}
-        todo = [entry for entry in PLAN if entry not in done]
+        plan = QUESTIONS[args.question] if args.question else PLAN
+        todo = [entry for entry in plan if entry not in done]
         if not args.plain.exists():
             todo = [entry for entry in todo if PLAIN not in METHODS[entry[0]]]
             print(f"left out, for {args.plain} is not there: the runs of the plain policy")
-        puzzles = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
+        files = {args.work: HELD_OUT, args.work / "long": HELD_OUT_LONG}
+        commands = [
+            f"data/make/puzzles.py {flags} --folder {path}" for path, flags in files.items()
+        ]
         if args.list:
-            print(f"python {puzzles}")
+            print("\n".join(f"python {command}" for command in commands))
             for entry in todo:
                 print(shlex.join(command_of(*entry, args)[1]))
             return
-        args.work.mkdir(parents=True, exist_ok=True)
-        if not (args.work / "kk_test.jsonl").exists():
-            subprocess.run([sys.executable, *puzzles.split()], cwd=ROOT, check=True)
+        (args.work / "long").mkdir(parents=True, exist_ok=True)
+        for folder, command in zip(files, commands):
+            if not (folder / "kk_test.jsonl").exists():
+                subprocess.run([sys.executable, *command.split()], cwd=ROOT, check=True)
         run_all(todo, args)
 
 

@@ -1,8 +1,12 @@
-"""lopti.py as the laboratory runs it: with rewards in its evaluations, and two variants of Â.
+"""lopti.py as the laboratory runs it: with rewards in its evaluations, and with variants.
 
 python data/lab/variants.py --alpha 0.3                            # as python lopti.py
 python data/lab/variants.py --variant reward-free                  # Â = 1 everywhere, with KL
 python data/lab/variants.py --variant token-centred --alpha 0.3    # Â minus its token mean
+python data/lab/variants.py --variant random-split --eta 0.5       # random groups, Lopti's sizes
+python data/lab/variants.py --variant no-momentum                  # AdamW with β₁ = 0
+python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW for each group
+python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
 """
 
 import argparse
@@ -11,11 +15,16 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "make"))
+import puzzles
+
 evaluate, update, reweight_advantages = lopti.evaluate, lopti.update, lopti.reweight_advantages
+split_tokens, make_optimizer = lopti.split_tokens, lopti.make_optimizer
 
 
 def evaluate_with_rewards(policy, tokenizer, rows, args):
@@ -69,7 +78,43 @@ def constant_advantages(rewards, group_size):
     return torch.ones_like(rewards)
 
 
+def random_split(old_logprobs, mask, eta):
+    """Two random groups of response tokens, of the sizes that `lopti.split_tokens` gives."""
+    low, _ = split_tokens(old_logprobs, mask, eta)
+    of_tokens = low[mask]  # (number of response tokens,)
+    drawn = of_tokens[torch.randperm(len(of_tokens))]
+    first = torch.zeros_like(mask).masked_scatter(mask, drawn)
+    return first, mask & ~first
+
+
+def adamw_without_momentum(policy, args):
+    optimizer = make_optimizer(policy, args)
+    optimizer.param_groups[0]["betas"] = (0.0, 0.999)
+    return optimizer
+
+
+def update_with_own_optimizer(policy, optimizer, rollout, tokens, args):
+    """`lopti.update`; tokens with π ≥ η have an AdamW of their own."""
+    if not (tokens & (rollout.old_logprobs.exp() < args.eta)).any():
+        if not hasattr(optimizer, "of_likely_tokens"):
+            optimizer.of_likely_tokens = make_optimizer(policy, args)
+        optimizer = optimizer.of_likely_tokens
+    return update(policy, optimizer, rollout, tokens, args)
+
+
+def update_without_wording(policy, optimizer, rollout, tokens, args):
+    """`lopti.update` without the words that do not matter to the answer: an oracle."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    wording = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
+    tokens = tokens & ~torch.isin(rollout.response_ids, wording)
+    return update(policy, optimizer, rollout, tokens, args)
+
+
 VARIANTS = {
+    "random-split": {"split_tokens": random_split},
+    "no-momentum": {"make_optimizer": adamw_without_momentum},
+    "two-optimizers": {"update": update_with_own_optimizer},
+    "without-wording": {"update": update_without_wording},
     "reward-free": {"group_advantages": constant_advantages},
     "token-centred": {"reweight_advantages": keep_advantages, "update": update_centred},
 }
