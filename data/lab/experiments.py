@@ -134,7 +134,8 @@ NEW_ARMS = {
 }
 LONG_JOB = (
     f"{PLAIN} --people 3 4 5 --steps 200 --learning-rate 5e-5 --prompts-per-step 8 "
-    "--mini-batch-size 32 --max-new-tokens 320 --eval-every 20 --eval-size 40 --eval-data {work}/long/kk_test.jsonl"
+    "--mini-batch-size 32 --max-new-tokens 320 --eval-every 20 --eval-size 40 "
+    "--eval-data {work}/long/kk_test.jsonl"
 )
 LONG = {
     f"{name}, long": f"{LONG_JOB} {flags}".strip()
