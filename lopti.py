@@ -7,9 +7,9 @@
 
 Read it beside "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs" (arXiv 2505.12929).
 The method comes first, in the order of a training step: sampling (1), log-probabilities (2),
-rewards and advantages (3), Lopti (4), the loss (5), the update (6), the algorithm (7), later
-methods for the same problem (8). What they call follows: fast sampling, data, evaluation, the run
-folder and the flags (9 to 13).
+advantages (3), Lopti (4), the loss (5), the update (6), the algorithm (7), later methods for the
+same problem (8). Then what they call: fast sampling (9), evaluation (10), the run folder (11) and
+the flags (12). rewards.py has the tasks: data files, prompts and rewards.
 
 What it leaves out of PPO: the value function (the group's mean is the baseline), generalized
 advantage estimation, the entropy bonus. Of GRPO: the mean over each response's own tokens (one mean
@@ -24,28 +24,23 @@ STAPO and 80/20 leave, `tokens` on those that are updated now.
 
 import argparse
 import copy
-import csv
 import functools
 import importlib
-import itertools
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import sys
-import threading
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import transformers
-from jinja2 import TemplateError  # what chat templates raise; transformers brings it
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -53,7 +48,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rewards import TASKS, question_and_solution
+from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream, user_errors
 
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
@@ -260,24 +255,7 @@ def mixed_precision(model, args):
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. Rewards, group-relative advantages (Eq. 1) and Advantage Reweighting (Eq. 4)
-
-
-def compute_rewards(texts, rows, args):
-    """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
-
-    A reward function has TRL's signature, f(completions, solution, **columns) -> list of numbers,
-    and gets every column of the data as a list with one entry for each response.
-    """
-    function = load_function(args.reward) if args.reward else TASKS[args.task].reward
-    columns = {name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]}
-    columns["solution"] = [row["solution"] for row in rows]
-    columns["prompts"] = [row["prompt"] for row in rows]
-    with user_errors(f"the reward {function.__name__} failed"):
-        rewards = [float(reward) for reward in function(completions=texts, **columns)]
-    if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-        raise UserError(f"{function.__name__} must return one finite number for each response")
-    return rewards
+# 3. Group-relative advantages (Eq. 1) and Advantage Reweighting (Eq. 4)
 
 
 def group_advantages(rewards, group_size):
@@ -684,158 +662,7 @@ class LayerWithRoom(DynamicLayer):
 
 
 # --------------------------------------------------------------------------------------------------
-# 10. Data: rows of {question, prompt, solution, difficulty, columns}
-
-
-class UserError(Exception):
-    """Something that the user can put right: ends the program with one sentence and exit code 2."""
-
-
-@contextmanager
-def user_errors(problem):
-    """Whatever goes wrong within, in a library or a user's code, is told as one sentence."""
-    try:
-        yield
-    except (UserError, torch.OutOfMemoryError):
-        raise
-    except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(f"{problem} ({reason})") from error
-
-
-def load_data(args, tokenizer):
-    """Training and evaluation rows; no training question holds, or is held by, an evaluation's."""
-    files = HERE / "data"
-    training = load_rows(args.data or files / f"{args.task}_train.jsonl", args, tokenizer)
-    evaluation = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-    held_out = [row["question"] for row in evaluation]
-    new = []
-    for row in training:
-        if not any(text in row["question"] or row["question"] in text for text in held_out):
-            new.append(row)
-    chosen, counts = [], Counter()
-    for row in sorted(evaluation, key=by_difficulty):
-        counts[row["difficulty"]] += 1
-        if counts[row["difficulty"]] <= (args.eval_size or math.inf):
-            chosen.append(row)
-    dropped = f"{len(training) - len(new)} dropped that are also for evaluation"
-    print(f"{len(new)} training prompts ({dropped}), {len(chosen)} evaluation prompts")
-    if not chosen or not (new or args.eval_only):
-        raise UserError("no prompts are left: see --task, --data, --eval-data, --people")
-    return new, chosen
-
-
-def by_difficulty(row):
-    """A key to sort by: 2 comes before 10."""
-    return len(row["difficulty"]), row["difficulty"]
-
-
-def load_rows(source, args, tokenizer):
-    """The rows of a data file or hub data set that fit the settings, with their prompt texts."""
-    table, rows = read_table(str(source)), []
-    while True:
-        with user_errors(f"cannot read row {len(rows) + 1} of {source}"):
-            columns = next(table, None)
-            if columns is None:
-                break
-            rows.append(make_row(columns, args.task, tokenizer))
-    if args.task == "kk":
-        rows = [row for row in rows if int(row["difficulty"]) in args.people]
-    ids = tokenizer([row["prompt"] for row in rows] or [""], add_special_tokens=False)["input_ids"]
-    short = [row for row, ids in zip(rows, ids) if len(ids) <= args.max_prompt_length]
-    if len(short) < len(rows):
-        limit = f"--max-prompt-length {args.max_prompt_length}"
-        print(f"{source}: dropped {len(rows) - len(short)} prompts longer than {limit}")
-    return short
-
-
-def make_row(columns, task, tokenizer):
-    """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
-    question, solution = question_and_solution(columns)
-    if not question or solution in (None, ""):
-        raise ValueError("its prompt or its solution is empty")
-    if question == columns.get("prompt"):  # the row brings a whole prompt
-        prompt = render_prompt(tokenizer, question)
-    else:
-        prompt = render_prompt(tokenizer, TASKS[task].messages(question), TASKS[task].opening)
-    if not isinstance(question, str):
-        question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
-    people = len(str(solution).strip().splitlines())
-    return {
-        "question": " ".join(question.split()).casefold(),
-        "prompt": prompt,
-        "solution": str(solution),
-        "difficulty": str(people if task == "kk" else columns.get("level", "all")),
-        "columns": columns,
-    }
-
-
-def read_table(source):
-    """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split."""
-    kind = Path(source).suffix
-    if kind == ".json":
-        yield from json.loads(Path(source).read_text(encoding="utf-8"))
-    elif kind == ".jsonl":
-        yield from map(json.loads, Path(source).read_text(encoding="utf-8").strip().split("\n"))
-    elif kind == ".csv":
-        with open(source, newline="", encoding="utf-8") as stream:
-            yield from csv.DictReader(stream)
-    else:
-        import datasets  # here, because it takes a second to import
-
-        if kind == ".parquet":
-            yield from datasets.Dataset.from_parquet(source)
-        else:
-            name, configuration, split = (source.split(":") + ["", ""])[:3]
-            yield from datasets.load_dataset(name, configuration or None, split=split or "train")
-
-
-# Where one of these stands in a message, a chat template has been applied already.
-CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
-
-
-def render_prompt(tokenizer, messages, opening=""):
-    """The text that the model continues: chat messages up to its own turn, or plain text."""
-    text = messages
-    if not isinstance(messages, str):
-        text = "\n\n".join(message["content"] for message in messages)
-        rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
-        if tokenizer.chat_template and not rendered:
-            try:
-                options = {"tokenize": False, "add_generation_prompt": True}
-                return tokenizer.apply_chat_template(messages, **options) + opening
-            except TemplateError:  # Gemma's takes no system message: the user's opens with it
-                if len(messages) == 1:
-                    raise
-                return render_prompt(tokenizer, [{"role": "user", "content": text}], opening)
-        text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
-    if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
-        text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
-    return text
-
-
-def prompt_stream(rows, size, seed, skip=0):
-    """Endless batches of `size` rows, in a new random order each time through."""
-    generator, order = random.Random(seed), []
-    for number in itertools.count():
-        while len(order) < size:
-            order += generator.sample(rows, len(rows))
-        batch, order = order[:size], order[size:]
-        if number >= skip:
-            yield batch
-
-
-@functools.cache
-def load_function(place):
-    """'my_reward:function' → the function of my_reward.py in the current folder."""
-    module, _, name = place.partition(":")
-    sys.path.append(os.getcwd())
-    with user_errors(f"--reward {place}: give MODULE:FUNCTION"):
-        return getattr(importlib.import_module(module), name)
-
-
-# --------------------------------------------------------------------------------------------------
-# 11. Evaluation
+# 10. Evaluation
 
 
 def wilson_interval(mean, count):
@@ -864,7 +691,9 @@ def evaluate(policy, tokenizer, rows, args):
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type), mixed_precision(policy, args):
         torch.manual_seed(args.seed + 1)
-        for group_size, temperature in [(1, 0)] + [(k, args.eval_temperature)] * (k > 0):
+        for group_size, temperature in ((1, 0), (k, args.eval_temperature)):
+            if not group_size:
+                continue
             options = {"group_size": group_size, "temperature": temperature}
             options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
             options["batch_size"] = args.sample_batch_size or 256
@@ -874,11 +703,9 @@ def evaluate(policy, tokenizer, rows, args):
             lengths = rollout.mask.sum(1).tolist()
             for i, answer in enumerate(zip(rollout.texts, rewards, lengths)):
                 answers[i // group_size].append(answer)
-    groups = {}
-    for row, answers_to_row in sorted(zip(rows, answers), key=lambda pair: by_difficulty(pair[0])):
-        groups.setdefault(row["difficulty"], []).append(answers_to_row)
     table = {}
-    for difficulty, group in groups.items():
+    for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
+        group = [answers[i] for i, row in enumerate(rows) if row["difficulty"] == difficulty]
         right = [[reward >= args.solved_reward for _, reward, _ in each] for each in group]
         lengths = [length for each in group for _, _, length in each]
         table[difficulty] = {"prompts": len(group), "length": sum(lengths) / len(lengths)}
@@ -897,9 +724,7 @@ def evaluation_table(tables, difficulty_name):
     first = next(iter(tables.values()))
     titles = "".join(f"{title:>21}" for title in tables)
     lines = [f"{'':<8}{difficulty_name:>8}{'prompts':>9}{titles}"]
-    for measure in [
-        name for name in next(iter(first.values())) if name not in ("length", "prompts")
-    ]:
+    for measure in list(next(iter(first.values())))[2:]:  # after prompts and length
         for difficulty, row in first.items():
             lines.append(f"{measure:<8}{difficulty:>8}{row['prompts']:>9}")
             for table in tables.values():
@@ -913,7 +738,7 @@ def evaluation_table(tables, difficulty_name):
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. Metrics, run folder and model
+# 11. Metrics, run folder and model
 
 
 @contextmanager
@@ -1027,7 +852,8 @@ class Run:
             module = torch.get_device_module(policy.device)
             state["random"][policy.device.type] = module.get_rng_state()
         with replaced_at_once(checkpoint) as folder:
-            save_model(folder, policy, tokenizer)
+            policy.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
             torch.save(state, folder / "training_state.pt")
         for old in self.checkpoints()[: -self.args.keep]:
             shutil.rmtree(old)
@@ -1098,23 +924,12 @@ def load_model(name, device, trust_remote_code=False):
     return model.to(device).eval(), tokenizer
 
 
-def save_model(folder, policy, tokenizer):
-    policy.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
-# Whose key-value cache `generate` can cut into rows; others keep a state of another kind.
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-
-
 def check_model(model, tokenizer, rows, args):
     """UserError where the model cannot be sampled from, or prompts and responses do not fit it."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or kinds - ATTENTION:
-        raise UserError(
-            f"{args.model} is not made of attention layers only: choose another --model"
-        )
+    attends = all("attention" in kind for kind in getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or not attends:  # their cache is of another kind
+        raise UserError(f"{args.model} has layers other than attention: choose another --model")
     limit = getattr(config, "max_position_embeddings", math.inf)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -1128,8 +943,7 @@ def check_model(model, tokenizer, rows, args):
 
 
 def choose_device(name):
-    """'auto' → the GPU of this machine, else cpu. It becomes the current device, which is what
-    random states, peak memory and the like are taken of."""
+    """'auto' → the GPU of this machine, else cpu. Made the current one: each has its own seeds."""
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
         name = found.type if found and found.type != "mps" else "cpu"  # mps: only when asked for
@@ -1165,13 +979,13 @@ def make_optimizer(policy, args):
 
 
 # --------------------------------------------------------------------------------------------------
-# 13. Flags and main
+# 12. Flags and main
 
 # A preset is a list of flags that stand before yours. The paper's have the steps of its 5 epochs
 # (of 10,000 problems for math, with a model of 7B). α and η are in none: say them for its method.
-# On 80 GB: 3B take 58 GiB, and a response of 4,496 tokens .155 GiB of cache. So 104 responses fit
-# at a time, and a step's 512 take five decodes. An evaluation takes 24 of them (500 prompts, five
-# answers each): every 50 steps it adds a tenth to the time, every 10 steps it would add a half.
+# On 80 GB: 3B take 58 GiB and a response of 4,496 tokens .155 GiB of cache, so 104 responses fit at
+# a time, and a step's 512 take five decodes. An evaluation (500 prompts, five answers each) takes
+# 24: every 50 steps it adds a tenth to the time, every 10 steps it would add a half.
 PAPER = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --mini-batch-size 256
     --learning-rate 1e-6 --tokens-per-microbatch 4096 --gradient-checkpointing
     --sample-batch-size 104 --eval-every 50 --save-every 20 --keep 1"""
@@ -1208,7 +1022,7 @@ def number(kind, low, high=math.inf):
 
 
 def build_parser():
-    share, positive, not_negative = number(float, 0, 1), number(float, 1e-9), number(float, 0)
+    share, positive, not_negative = number(float, 0, 1), number(float, 1e-9), number(float, 0, 1e9)
     rate, temperature = number(float, 1e-12, 1), number(float, 0.01, 100)
     count, at_least_1 = number(int, 0), number(int, 1)
     presets = "\n".join(f"  {name}: {flags}" for name, flags in PRESETS.items())
@@ -1236,12 +1050,7 @@ def build_parser():
     add("--clip-low", type=not_negative, default=0.2, help="ε_l: the ratio is clipped at 1-ε_l")
     add("--clip-high", type=not_negative, default=0.24, help="ε_h: the ratio is clipped at 1+ε_h")
     add("--clip-dual", type=number(float, 1), default=10.0, help="c: where Â < 0, loss ≤ -c·Â")
-    add(
-        "--kl-coef",
-        type=number(float, 0, 1000),
-        default=0.001,
-        help="β; 0 also saves the reference model",
-    )
+    add("--kl-coef", type=not_negative, default=0.001, help="β; 0 also saves the reference model")
     add = parser.add_argument_group("sampling").add_argument
     add("--prompts-per-step", type=at_least_1, default=16, help="prompts in a rollout batch")
     add("--group-size", type=at_least_1, default=8, help="G: responses to each prompt")
@@ -1346,11 +1155,9 @@ def run_command(args):
     """Evaluate, train, evaluate, save, and print the table."""
     started, difficulty_name = time.time(), TASKS[args.task].difficulty
     device = choose_device(args.device)
-    if args.reward:
-        load_function(args.reward)  # a wrong name is told at once
     if args.dtype == "auto":
-        bfloat16 = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
-        args.dtype = "bfloat16" if bfloat16 else "float32"
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+        args.dtype = "bfloat16" if fast else "float32"
     policy, tokenizer = load_model(args.model, device, args.trust_remote_code)
     train_rows, eval_rows = load_data(args, tokenizer)
     check_model(policy, tokenizer, train_rows + eval_rows, args)
@@ -1364,25 +1171,21 @@ def run_command(args):
     run = Run(args)
     if args.resume:
         run.load_checkpoint(policy, optimizer)
-    on_signals(run.ask_to_stop, run.ask_to_stop)
+    with suppress(ValueError):  # of any thread but the main one
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, run.ask_to_stop)
     print(f"{method_name(args)} on {device}, steps {run.step + 1} to {args.steps}, {run.folder}")
     run.evaluate(0, policy, tokenizer, eval_rows)
     train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
     run.evaluate(args.steps, policy, tokenizer, eval_rows)
     run.save_checkpoint(policy, tokenizer, optimizer)
     with replaced_at_once(run.folder / "final") as folder:
-        save_model(folder, policy, tokenizer)
+        policy.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     tables = {row["step"]: row["table"] for row in run.read_lines("evaluations.jsonl")}
     print(f"\nAccuracy on held-out prompts, before and after {args.steps} steps, 95 % intervals\n")
     print(evaluation_table({"before": tables[0], "after": tables[args.steps]}, difficulty_name))
     print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds metrics, samples, final/.")
-
-
-def on_signals(interrupted, terminated):
-    """What Ctrl-C and SIGTERM call from now on. Only a main thread can say that."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, interrupted)
-        signal.signal(signal.SIGTERM, terminated)
 
 
 def main(argv=None):
@@ -1401,7 +1204,9 @@ def main(argv=None):
         print("\nlopti.py: stopped; --resume goes on with a training run", file=sys.stderr)
         return 130
     finally:  # Ctrl-C is Python's own again, for whoever calls this from a notebook
-        on_signals(signal.default_int_handler, signal.SIG_DFL)
+        with suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 2
 
 

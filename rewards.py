@@ -1,4 +1,4 @@
-r"""Rule-based rewards for Knights-and-Knaves puzzles and for mathematics.
+r"""The tasks: rule-based rewards for puzzles and mathematics, their prompts, and data files.
 
     kk_reward(completions, solution, **columns) -> list[float]      3, -0.5, -1 or -3 each
     math_reward(completions, solution, **columns) -> list[float]    1 or 0 each
@@ -13,13 +13,26 @@ column `solution`):
 """
 
 import cmath
+import csv
+import functools
+import importlib
+import itertools
+import json
 import math
 import operator
+import os
+import random
 import re
+import sys
 import zlib
+from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations, takewhile
+from pathlib import Path
+
+from jinja2 import TemplateError  # what chat templates raise; transformers brings it
 
 
 def message_text(message):
@@ -498,3 +511,169 @@ def question_and_solution(row):
         truth = row["reward_model"]["ground_truth"]
         return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
     return row["prompt"], row["solution"]  # TRL: the prompt is chat messages, or text
+
+
+# ==================================================================================================
+# From a data file to rows, from a row to a prompt, from a response to its reward
+# ==================================================================================================
+
+
+class UserError(Exception):
+    """Something that the user can put right: ends the program with one sentence and exit code 2."""
+
+
+@contextmanager
+def user_errors(problem):
+    """Whatever goes wrong within, in a library or a user's code, is told as one sentence."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise UserError(f"{problem} ({reason})") from error
+
+
+def load_data(args, tokenizer):
+    """Training and evaluation rows; no training question holds, or is held by, an evaluation's."""
+    if args.reward:
+        load_function(args.reward)  # a wrong name is told at once
+    files = Path(__file__).resolve().parent / "data"
+    training = load_rows(args.data or files / f"{args.task}_train.jsonl", args, tokenizer)
+    evaluation = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
+    held_out = [row["question"] for row in evaluation]
+    new = []
+    for row in training:
+        if not any(text in row["question"] or row["question"] in text for text in held_out):
+            new.append(row)
+    chosen, counts = [], Counter()
+    for row in sorted(evaluation, key=lambda row: (len(row["difficulty"]), row["difficulty"])):
+        counts[row["difficulty"]] += 1
+        if counts[row["difficulty"]] <= (args.eval_size or math.inf):
+            chosen.append(row)
+    dropped = f"{len(training) - len(new)} dropped that are also for evaluation"
+    print(f"{len(new)} training prompts ({dropped}), {len(chosen)} evaluation prompts")
+    if not chosen or not (new or args.eval_only):
+        raise UserError("no prompts are left: see --task, --data, --eval-data, --people")
+    return new, chosen
+
+
+def load_rows(source, args, tokenizer):
+    """The rows of a data file or hub data set that fit the settings, with their prompt texts."""
+    table, rows = read_table(str(source)), []
+    while True:
+        with user_errors(f"cannot read row {len(rows) + 1} of {source}"):
+            columns = next(table, None)
+            if columns is None:
+                break
+            rows.append(make_row(columns, args.task, tokenizer))
+    if args.task == "kk":
+        rows = [row for row in rows if int(row["difficulty"]) in args.people]
+    ids = tokenizer([row["prompt"] for row in rows] or [""], add_special_tokens=False)["input_ids"]
+    short = [row for row, ids in zip(rows, ids) if len(ids) <= args.max_prompt_length]
+    if len(short) < len(rows):
+        limit = f"--max-prompt-length {args.max_prompt_length}"
+        print(f"{source}: dropped {len(rows) - len(short)} prompts longer than {limit}")
+    return short
+
+
+def prompt_stream(rows, size, seed, skip=0):
+    """Endless batches of `size` rows, in a new random order each time through."""
+    generator, order = random.Random(seed), []
+    for number in itertools.count():
+        while len(order) < size:
+            order += generator.sample(rows, len(rows))
+        batch, order = order[:size], order[size:]
+        if number >= skip:
+            yield batch
+
+
+def read_table(source):
+    """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split."""
+    kind = Path(source).suffix
+    if kind == ".json":
+        yield from json.loads(Path(source).read_text(encoding="utf-8"))
+    elif kind == ".jsonl":
+        yield from map(json.loads, Path(source).read_text(encoding="utf-8").strip().split("\n"))
+    elif kind == ".csv":
+        with open(source, newline="", encoding="utf-8") as stream:
+            yield from csv.DictReader(stream)
+    else:
+        import datasets  # here, because it takes a second to import
+
+        if kind == ".parquet":
+            yield from datasets.Dataset.from_parquet(source)
+        else:
+            name, configuration, split = (source.split(":") + ["", ""])[:3]
+            yield from datasets.load_dataset(name, configuration or None, split=split or "train")
+
+
+def make_row(columns, task, tokenizer):
+    """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
+    question, solution = question_and_solution(columns)
+    if not question or solution in (None, ""):
+        raise ValueError("its prompt or its solution is empty")
+    if question == columns.get("prompt"):  # the row brings a whole prompt
+        prompt = render_prompt(tokenizer, question)
+    else:
+        prompt = render_prompt(tokenizer, TASKS[task].messages(question), TASKS[task].opening)
+    if not isinstance(question, str):
+        question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
+    people = len(str(solution).strip().splitlines())
+    return {
+        "question": " ".join(question.split()).casefold(),
+        "prompt": prompt,
+        "solution": str(solution),
+        "difficulty": str(people if task == "kk" else columns.get("level", "all")),
+        "columns": columns,
+    }
+
+
+# Where one of these stands in a message, a chat template has been applied already.
+CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
+
+
+def render_prompt(tokenizer, messages, opening=""):
+    """The text that the model continues: chat messages up to its own turn, or plain text."""
+    text = messages
+    if not isinstance(messages, str):
+        text = "\n\n".join(message["content"] for message in messages)
+        rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
+        if tokenizer.chat_template and not rendered:
+            try:
+                options = {"tokenize": False, "add_generation_prompt": True}
+                return tokenizer.apply_chat_template(messages, **options) + opening
+            except TemplateError:  # Gemma's takes no system message: the user's opens with it
+                if len(messages) == 1:
+                    raise
+                return render_prompt(tokenizer, [{"role": "user", "content": text}], opening)
+        text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
+    if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
+        text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
+    return text
+
+
+def compute_rewards(texts, rows, args):
+    """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
+
+    A reward function has TRL's signature, f(completions, solution, **columns) -> list of numbers,
+    and gets every column of the data as a list with one entry for each response.
+    """
+    function = load_function(args.reward) if args.reward else TASKS[args.task].reward
+    columns = {name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]}
+    columns["solution"] = [row["solution"] for row in rows]
+    columns["prompts"] = [row["prompt"] for row in rows]
+    with user_errors(f"the reward {function.__name__} failed"):
+        rewards = [float(reward) for reward in function(completions=texts, **columns)]
+    if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
+        raise UserError(f"{function.__name__} must return one finite number for each response")
+    return rewards
+
+
+@functools.cache
+def load_function(place):
+    """'my_reward:function' → the function of my_reward.py in the current folder."""
+    module, _, name = place.partition(":")
+    sys.path.append(os.getcwd())
+    with user_errors(f"--reward {place}: give MODULE:FUNCTION"):
+        return getattr(importlib.import_module(module), name)

@@ -38,8 +38,7 @@ from transformers import (
 
 DATA = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(DATA.parent))
-from lopti import render_prompt
-from rewards import MATH_REQUEST, TASKS
+from rewards import MATH_REQUEST, TASKS, render_prompt
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>"]
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
