@@ -88,7 +88,7 @@ class Rollout:
 def sample(
     model, tokenizer, prompts, *, group_size, max_new_tokens, temperature, min_p=0.0, batch_size=0
 ):
-    """Sample `group_size` responses to each prompt text with HF `generate`.
+    """Sample `group_size` responses to each prompt text with HF `generate` (section 9).
 
     Rows g·G … g·G+G-1 of the Rollout answer prompt g. Temperature 0 means greedy decoding; `min_p`
     > 0 samples from `safe_vocabulary` only; `batch_size` > 0 samples so many rows at a time.
