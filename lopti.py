@@ -417,12 +417,12 @@ def update(policy, optimizer, rollout, tokens, args):
         busy = batch.tokens.any(1).nonzero().flatten().tolist()  # responses with a token to update
         for micro_batch in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
             part = batch.part(micro_batch)
-            inputs = (policy, part, args.temperature, args.min_p)
             with mixed_precision(policy, args), gradient_checkpointing(policy, args):
-                scores = token_logprobs(*inputs, with_entropy=False, tokens=part.tokens)
-            inputs = (scores.logprobs, part.old_logprobs, part.advantages, part.mask)
+                options = {"with_entropy": False, "tokens": part.tokens}
+                scores = token_logprobs(policy, part, args.temperature, args.min_p, **options)
+            values = (scores.logprobs, part.old_logprobs, part.advantages, part.mask)
             settings |= {"tokens": part.tokens & scores.safe, "ref_logprobs": part.ref_logprobs}
-            loss, statistics = policy_loss(*inputs, **settings, normalizer=kept.sum())
+            loss, statistics = policy_loss(*values, **settings, normalizer=kept.sum())
             loss.backward()
             sums["unsafe_tokens"] += int((part.tokens & ~scores.safe).sum())
             for name, value in statistics.items():

@@ -1,57 +1,93 @@
-"""The README's picture: a token's gradient at the logits by its probability, under each method.
+"""The README's two pictures.
 
-    python data/lab/idea.py               # writes data/lab/results/idea.png
-
-The bands are the bounds of Prop. 4.2 for a token with |Â| = 1, times the weight of Eq. 4 for AR.
+python data/lab/idea.py                  # results/idea.png: a token's gradient by method
+python data/lab/idea.py --run runs/NAME  # results/run.png: the accuracy of a run
 """
 
+import argparse
+import json
 import sys
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+RESULTS = Path(__file__).resolve().parent / "results"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from style import COLORS
 from theory import logit_gradient_bounds
 
 import lopti
 
 ALPHA, ETA, VOCABULARY = 0.3, 0.5, 200
-ORANGE, BLUE, GREY = "#D55E00", "#0072B2", "#555555"
 
 
-def main():
-    plt.rcParams.update({"font.size": 17, "axes.spines.top": False, "axes.spines.right": False})
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.6), sharey=True, layout="constrained")
+def draw_idea():
+    """The gradient at the logits of a token with |Â| = 1: GRPO, AR, and Lopti's second pass."""
+    figure, axes = plt.subplots(1, 3, figsize=(15, 5), sharey=True)
     pi = torch.linspace(0.001, 1, 400)
-    low, high = (pi < ETA), (pi >= ETA)
-    plain = torch.stack(logit_gradient_bounds(pi, VOCABULARY))  # (2, points)
-    reweighted = lopti.reweight_advantages(plain, pi.log(), ALPHA)
+    bounds = torch.stack(logit_gradient_bounds(pi, VOCABULARY))  # (2, points)
+    reweighted = lopti.reweight_advantages(bounds, pi.log(), ALPHA)
     panels = [
-        ("GRPO: all tokens at once", [(plain, pi > 0, GREY, "")]),
-        (f"AR, α = {ALPHA}: unlikely ones weigh less", [(reweighted, pi > 0, GREY, "")]),
+        ("GRPO: unlikely tokens weigh most", [(bounds, pi > 0, "GRPO")]),
+        (f"AR, α = {ALPHA}: they weigh less", [(reweighted, pi > 0, "AR")]),
         (
-            f"Lopti, η = {ETA}: in two passes",
-            [(plain, low, ORANGE, "first pass"), (plain, high, BLUE, "second pass")],
+            f"Lopti, η = {ETA}: two passes",
+            [(bounds, pi < ETA, "low"), (bounds, pi >= ETA, "high")],
         ),
     ]
     for axis, (title, bands) in zip(axes, panels):
-        axis.plot(pi, plain.mean(0), "--", color="#AAAAAA", linewidth=1.5)
-        for bounds, where, colour, label in bands:
-            axis.fill_between(pi[where], *bounds[:, where], color=colour, alpha=0.5, linewidth=0)
-            axis.plot(pi[where], bounds[:, where].mean(0), color=colour, linewidth=2.5)
-            if label:
-                middle = int(where.nonzero().float().mean())
-                spot = (pi[middle] - 0.02, plain[1, middle] + 0.06)
-                axis.annotate(label, spot, color=colour)
+        for band, where, name in bands:
+            shade = {"color": COLORS[name], "alpha": 0.35, "linewidth": 0}
+            axis.fill_between(pi[where], *band[:, where], label="between the bounds", **shade)
+            axis.plot(pi[where], band[:, where].mean(0), color=COLORS[name])
         axis.set(title=title, xlabel="π of the token", xlim=(0, 1), ylim=(0, 1.5))
-        axis.title.set_fontsize(16)
         axis.set_xticks([0, 0.5, 1], ["0", "0.5", "1"])
-    axes[0].set_ylabel("‖gradient at the logits‖")
-    path = ROOT / "data" / "lab" / "results" / "idea.png"
-    figure.savefig(path, dpi=100)
-    print(f"wrote {path.relative_to(ROOT)}")
+    axes[0].set_ylabel("size of its gradient")
+    axes[0].legend(["what Prop. 4.2 allows", "the middle"], loc="upper right")
+    axes[1].plot(pi, bounds.mean(0), "--", color=COLORS["GRPO"], linewidth=1.5, label="GRPO")
+    axes[1].legend(*[items[-1:] for items in axes[1].get_legend_handles_labels()])
+    axes[2].text(0.2, 1.2, "first pass", color=COLORS["low"])
+    middle = lambda value: float(
+        torch.stack(logit_gradient_bounds(torch.tensor(value), 200)).mean()
+    )
+    start, pushed = (0.85, middle(0.85)), (0.62, middle(0.62))
+    axes[2].plot(*start, "o", *pushed, "o", color=COLORS["high"], markersize=11)
+    arrow = {"arrowstyle": "->", "linewidth": 2, "connectionstyle": "arc3,rad=0.35"}
+    axes[2].annotate("", pushed, start, arrowprops=arrow)
+    text = "a likely token that the first\npass pushed down: its gradient\nin the second is larger"
+    axes[2].text(0.99, 0.85, text, color=COLORS["high"], ha="right", fontsize=13)
+    figure.savefig(RESULTS / "idea.png")
+
+
+def draw_run(folder):
+    """Accuracy on the puzzles of each step, before it trains on them, and on held-out puzzles."""
+    steps, evaluations = (
+        [json.loads(line) for line in (folder / file).read_text().splitlines()]
+        for file in ("metrics.jsonl", "evaluations.jsonl")
+    )
+    figure, axis = plt.subplots(figsize=(11, 4.2))
+    accuracy = [step["accuracy"] for step in steps]
+    color = COLORS["AR + Lopti"]
+    axis.plot([step["step"] for step in steps], accuracy, color=color, label="puzzles of the step")
+    for number, row in enumerate(evaluations):
+        held_out = [size["avg@4"][0] for size in row["table"].values()]
+        label = {"label": "held-out puzzles"} if number == 0 else {}
+        axis.plot(row["step"], sum(held_out) / len(held_out), "D", color="black", **label)
+    title = f"From {accuracy[0]:.0%} to {accuracy[-1]:.0%} right answers in {len(steps)} steps"
+    axis.set(title=title, xlabel="training step", ylabel="right answers", ylim=(0, 1))
+    axis.yaxis.set_major_formatter("{x:.0%}")
+    axis.legend(loc="lower right")
+    figure.savefig(RESULTS / "run.png")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--run", type=Path, help="the folder of a run")
+    folder = parser.parse_args().run
+    draw_run(folder) if folder else draw_idea()
 
 
 if __name__ == "__main__":
