@@ -70,11 +70,14 @@ def draw_run(folder):
     accuracy = [step["accuracy"] for step in steps]
     color = COLORS["AR + Lopti"]
     axis.plot([step["step"] for step in steps], accuracy, color=color, label="puzzles of the step")
-    for number, row in enumerate(evaluations):
+    means = []
+    for row in evaluations:
         held_out = [size["avg@4"][0] for size in row["table"].values()]
-        label = {"label": "held-out puzzles"} if number == 0 else {}
-        axis.plot(row["step"], sum(held_out) / len(held_out), "D", color="black", **label)
-    title = f"From {accuracy[0]:.0%} to {accuracy[-1]:.0%} right answers in {len(steps)} steps"
+        means.append(sum(held_out) / len(held_out))
+    axis.plot([row["step"] for row in evaluations], means, "D", color="black", label="held-out")
+    title = (
+        f"Held-out puzzles: {means[0]:.0%} right before, {means[-1]:.0%} after {len(steps)} steps"
+    )
     axis.set(title=title, xlabel="training step", ylabel="right answers", ylim=(0, 1))
     axis.yaxis.set_major_formatter("{x:.0%}")
     axis.legend(loc="lower right")
@@ -85,9 +88,9 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", type=Path, help="the folder of a run")
-    folder = parser.parse_args().run
-    draw_run(folder) if folder else draw_idea()
+    parser.add_argument("--run", type=Path, default=RESULTS / "run", help="the folder of a run")
+    draw_run(parser.parse_args().run)
+    draw_idea()
 
 
 if __name__ == "__main__":
