@@ -14,6 +14,9 @@ COLORS = {
     "Lopti": "#009E73",
     "AR + Lopti": "#CC79A7",
     "reversed Lopti": "#56B4E9",
+    "80/20": "#882255",
+    "STAPO": "#117733",
+    "min-p": "#999933",
 }
 LOOK = {"font.size": 15, "axes.titlesize": 17, "axes.titlelocation": "left", "savefig.dpi": 110}
 LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2.5}
