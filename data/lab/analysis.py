@@ -1,0 +1,434 @@
+"""What the runs say: a frame with a row for each run, the tests, and the tables of RESULTS.md.
+
+    python data/lab/analysis.py            # print the tables
+    python data/lab/analysis.py --write    # put them into RESULTS.md
+
+Methods against GRPO: Dunnett's test. By seed, which fixes the puzzles: Student's paired t-test.
+All other pairs: the t-test with a standard deviation pooled over the table. The p-values of the
+last two are corrected by Holm within a table. ± is half of a 95 % interval.
+"""
+
+import itertools
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import experiments
+import numpy as np
+import pandas as pd
+from experiments import PAPER, REVERSED, TWO
+from scipy import stats
+
+FOLDER = Path(__file__).resolve().parent / "results"
+FIRST, REAL_MODEL = FOLDER / "first_laboratory.jsonl", FOLDER / "real_model_runs.jsonl"
+PROGRESS, PAGE = FOLDER / "progress.jsonl", FOLDER / "RESULTS.md"
+BEFORE = "before training"
+RATES = ("3e-6", "1e-5", "3e-5")  # learning rates of SmolLM2
+NOT_WORSE = ("low only", "GRPO", 1)  # by no more than the margin of JUDGED
+
+# ---- A frame of all runs
+
+
+def shown(method):
+    """The name of a method in tables: seeds of two series are one method, nothing is abbreviated.
+
+    >>> shown("Lopti, seeds 5 to 9"), shown("GRPO, rate × 2"), shown("AR, plain, cut")
+    ('Lopti', 'GRPO, learning rate × 2', 'AR, plain, truncated')
+    """
+    method = method.removesuffix(", seeds 5 to 9").replace(", cut", ", truncated")
+    return re.sub(", (rate|lr)", ", learning rate", method)
+
+
+OUTCOMES = {  # name -> the measure of an evaluation, and of how many evaluations it is the mean
+    "sampled accuracy": ("avg@2", 2),
+    "reward": ("reward", 2),
+    "mean over training": ("avg@2", 99),
+    "greedy": ("greedy", 2),
+    "share truncated": ("cut", 2),
+    "length": ("length", 2),
+    "evaluated at the end": ("avg@2", 1),
+}
+JUDGED = {"sampled accuracy": 0.05, "reward": 0.15, "mean over training": 0.05}  # margins
+EARLY, WHOLE = "steps 2 to 12", "steps 2 to 24"  # accuracy in training
+
+
+def curve(line, measure):
+    """A measure at each evaluation of a run, mean over the sizes of puzzle."""
+    return [
+        np.mean([size[measure] for size in row.values() if isinstance(size, dict)])
+        for row in line["evaluations"]
+    ]
+
+
+def run_frame(lines, outcomes=OUTCOMES):
+    """A row for each run: method, seed, learning rate, accuracy in training, and the outcomes.
+
+    Accuracy in training begins with step 2, the first after an update; its puzzles are new. An
+    outcome is the mean of the last evaluations, without the one before training.
+    """
+    rows = []
+    for line in lines:
+        row = {"method": shown(line["method"]), "seed": line["seed"]}
+        row["learning rate"] = line.get("learning_rate")
+        if metrics := {name: pd.Series(values) for name, values in line["metrics"].items()}:
+            row |= {EARLY: metrics["accuracy"][1:12].mean(), WHOLE: metrics["accuracy"][1:].mean()}
+            row["entropy"] = metrics["entropy"][-3:].mean()
+        for outcome, (measure, last) in outcomes.items():
+            values = curve(line, measure)
+            row[outcome] = np.mean((values[1:] or values)[-last:])
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+# ---- Tests
+
+
+def interval(values):
+    """The mean and half of its 95 % interval by Student's t, NaNs left out; NaN for one value.
+
+    >>> [round(x, 3) for x in interval([1, 2, 3])]  # 4.303 · 1 / √3
+    [2.0, 2.484]
+    """
+    values = pd.Series(values, dtype=float).dropna()
+    return float(values.mean()), float(stats.t.ppf(0.975, max(len(values) - 1, 1)) * values.sem())
+
+
+def ratio(values, others):
+    """The ratio of two means (N,), (N,), and half of its 95 % interval over the N pairs.
+
+    By the spread of values - ratio · others, as the delta method has it.
+
+    >>> ratio([2, 4], [1, 2])
+    (2.0, 0.0)
+    """
+    values, others = np.array(values, dtype=float), np.array(others, dtype=float)
+    found = values.mean() / others.mean()
+    return float(found), float(interval(values - found * others)[1] / abs(others.mean()))
+
+
+def holm(p_values):
+    """Holm's correction: (N,) → (N,).
+
+    >>> holm([0.01, 0.04, 0.03]).tolist()
+    [0.03, 0.06, 0.06]
+    """
+    order = np.argsort(p_values)
+    factors = np.arange(len(order), 0, -1)
+    corrected = np.maximum.accumulate(np.asarray(p_values)[order] * factors).clip(max=1)
+    return corrected[order.argsort()]
+
+
+def against(control, groups):
+    """name → (difference to the control, half of its interval, p): Dunnett's, for all together."""
+    test = stats.dunnett(*groups.values(), control=control, rng=0)
+    bounds = test.confidence_interval()
+    means = [np.mean(values) - np.mean(control) for values in groups.values()]
+    return dict(zip(groups, zip(means, (bounds.high - bounds.low) / 2, test.pvalue)))
+
+
+def pooled(groups, pairs):
+    """(difference, half of its own 95 % interval, p by Holm) for each pair (name, name, ...).
+
+    Student's t with one standard deviation, pooled over all groups.
+    """
+    groups = {name: np.asarray(values) for name, values in groups.items()}
+    degrees = sum(len(values) - 1 for values in groups.values())
+    squares = sum(((values - values.mean()) ** 2).sum() for values in groups.values())
+    means = np.array([groups[a].mean() - groups[b].mean() for a, b, *_ in pairs])
+    sizes = np.array([1 / len(groups[a]) + 1 / len(groups[b]) for a, b, *_ in pairs])
+    errors = np.sqrt(squares / degrees * sizes)
+    p_values = holm(2 * stats.t.sf(np.abs(means) / errors, degrees))
+    return list(zip(means, stats.t.ppf(0.975, degrees) * errors, p_values))
+
+
+def by_seed(frame, method, other, outcome):
+    """The differences between two methods (seeds,), for seeds that both have."""
+    sides = [
+        frame[frame.method == name].set_index("seed")[outcome].dropna() for name in (method, other)
+    ]
+    return (sides[0] - sides[1]).dropna()
+
+
+# ---- Tables
+
+
+def markdown(rows):
+    """Rows of text, the first of them the head, as an aligned Markdown table."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |"
+        for row in rows
+    )
+
+
+def of_runs(values, digits=3):
+    """'0.787 ± 0.014', the mean and the standard deviation of runs; the mean alone for one run."""
+    values = values.dropna()
+    deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
+    return f"{values.mean():.{digits}f}{deviation}" if len(values) else ""
+
+
+CLAIMS = [  # (method, compared with, +1: claimed to be more, -1: less, 0: no claim)
+    *[(method, "GRPO", 1) for method in (*PAPER, "STAPO", "80/20")],
+    *[(method, "GRPO", -1) for method in (REVERSED, "high only", "reward-free")],
+    (TWO, "GRPO", 1),
+    *[(f"GRPO, learning rate × {factor}", "GRPO", -1) for factor in ("0.5", "2")],
+    NOT_WORSE,
+    *[(method, "GRPO", 0) for method in ("REINFORCE++", "min-p", "GRPO, centred")],
+]
+OTHER_CLAIMS = [
+    ("AR + Lopti", "AR", 1),
+    ("AR + Lopti", "Lopti", 1),
+    (REVERSED, "Lopti", -1),
+    ("Lopti", TWO, 1),
+    ("REINFORCE++, AR + Lopti", "REINFORCE++", 1),
+    *[
+        (f"{method}, learning rate × {factor}", f"GRPO, learning rate × {factor}", 1)
+        for factor in ("0.5", "2")
+        for method in PAPER
+    ],
+    *[(f"{name}, centred", name, 1) for name in ("AR", "Lopti", "high only", "AR α = 1")],
+    ("AR α = 1", "AR", -1),
+    ("Lopti η = 0.8", "Lopti", -1),
+]
+CELLS = list(map(shown, experiments.CELLS))
+CELL_CLAIMS = [
+    (f"{name}, {cell}", f"GRPO, {cell}", 1) for cell in CELLS for name in ("AR", "Lopti")
+]
+
+
+def effects(frame, claims, outcome):
+    """claim → (difference, half of its interval, p), for claims with two runs on both sides."""
+    groups = {name: values for name, values in frame.groupby("method")[outcome] if len(values) > 1}
+    claims = [claim for claim in claims if {*claim[:2]} <= set(groups)]
+    groups = {name: groups[name] for claim in claims for name in claim[:2]}
+    if {other for _, other, _ in claims} == {"GRPO"}:
+        found = against(groups.pop("GRPO"), groups)
+        return {claim: found[claim[0]] for claim in claims}
+    return dict(zip(claims, pooled(groups, claims))) if claims else {}
+
+
+def verdict(difference, half, p, sign, margin=0.0):
+    """'held', 'the opposite' or 'undecided'; '' where nothing is claimed.
+
+    With a margin the claim is that the difference is above -margin: "not worse".
+
+    >>> verdict(2, 1, 0.01, 1), verdict(-2, 1, 0.01, 1), verdict(1, 2, 0.3, 1)
+    ('held', 'the opposite', 'undecided')
+    >>> verdict(-0.06, 0.02, 0.01, 1, margin=0.05)
+    'worse; whether by .05, undecided'
+    """
+    if margin and difference + half > -margin:
+        worse = f"worse; whether by {margin:g}, undecided".replace("0.", ".")
+        return "held" if difference - half > -margin else worse if p < 0.05 else "undecided"
+    if p >= 0.05 or not sign:
+        return "undecided" if sign else ""
+    return "held" if difference * sign > 0 else "the opposite"
+
+
+def claims_table(frame, claims):
+    """Each claim's difference, interval and verdict by each of the judged outcomes."""
+    judged = {outcome: effects(frame, claims, outcome) for outcome in JUDGED}
+    runs, rows = Counter(frame.method), [("difference", "claimed", "runs", *JUDGED)]
+    for claim in judged["reward"]:
+        method, other, sign = claim
+        claimed = "not worse" if claim == NOT_WORSE else {1: "more", -1: "less", 0: ""}[sign]
+        row = [f"{method} − {other}", claimed, f"{runs[method]} and {runs[other]}"]
+        for outcome, margin in JUDGED.items():
+            difference, half, p = judged[outcome][claim]
+            text = verdict(difference, half, p, sign, margin if claim == NOT_WORSE else 0.0)
+            row.append(f"{difference:+.3f} ± {half:.3f} {text}".strip())
+        rows.append(row)
+    return markdown(rows)
+
+
+def methods_table(frame):
+    """Every outcome of every method; of untrained policies what their evaluation says."""
+    columns = [WHOLE, *list(OUTCOMES)[:-1], "entropy"]
+    rows = [("method", "runs", *columns)]
+    for method in dict.fromkeys(map(shown, (BEFORE, *experiments.METHODS))):
+        runs = frame[frame.method == method]
+        if len(runs):
+            cells = [of_runs(runs[name], 1 if name == "length" else 3) for name in columns]
+            rows.append((method, f"{len(runs)}", *cells))
+    return markdown(rows)
+
+
+DIFFERENCES = [  # (method, compared with, seeds from)
+    *[(method, "GRPO", 0) for method in (*PAPER, TWO, REVERSED, "low only", "high only")],
+    *[("Lopti", TWO, 0), ("Lopti", REVERSED, 0), (TWO, REVERSED, 0)],
+    ("GRPO, learning rate × 2", "GRPO", 0),
+    ("Lopti, learning rate × 0.5", "GRPO", 0),
+    ("Lopti", "GRPO, learning rate × 2", 0),
+    *[(f"Lopti, {cell}", f"GRPO, {cell}", 0) for cell in CELLS],
+    *[("Lopti", other, 5) for other in ("GRPO", TWO, REVERSED)],
+]
+
+
+def training_table(frames, pairs):
+    """Differences in accuracy in training, by seed: a row for each pair, a column for each frame.
+
+    `frames` is column → (frame, outcome); `pairs` is (method, compared with, seeds from).
+    """
+    rows = [("difference", *frames)]
+    for method, other, first in pairs:
+        name = f"{method} − {other}" + (f", seeds from {first}" if first else "")
+        cells = []
+        for frame, outcome in frames.values():
+            values = by_seed(frame[frame.seed >= first], method, other, outcome)
+            mean, half = interval(values)
+            won = f"({(values > 0).sum()} of {len(values)})"
+            cells.append(f"{mean:+.3f} ± {half:.3f} {won}" if len(values) > 1 else "")
+        if any(cells):
+            rows.append((name, *cells))
+    return markdown(rows)
+
+
+def pairs_with(ending, *pairs):
+    return [(f"{method}{ending}", f"{other}{ending}") for method, other in pairs]
+
+
+FAMILIES = {  # question → pairs of methods; Holm's correction within each
+    "plain wording": [
+        *pairs_with(", plain wording", ("Lopti", TWO), ("Lopti", "GRPO"), (TWO, "GRPO")),
+        *pairs_with(", plain wording", (REVERSED, "Lopti"), (REVERSED, TWO), ("AR", "GRPO")),
+    ],
+    "second step": [
+        (method, other) for method in experiments.SECOND_STEP for other in ("GRPO", "Lopti", TWO)
+    ],
+    "order or Adam": [
+        *pairs_with(", β₁ = 0", ("Lopti", REVERSED), ("Lopti", "GRPO"), (REVERSED, "GRPO")),
+        ("Lopti, two optimizers", "Lopti"),
+    ],
+    "ceiling": [(method, "GRPO") for method in experiments.CEILING],
+}
+SAME = 0.02  # "equal within .02": the whole interval lies within ± this
+
+
+def family(frame, pairs):
+    """pair → (differences by seed, mean, half of its interval, p by Holm over the pairs)."""
+    found = {pair: by_seed(frame, *pair, WHOLE) for pair in pairs}
+    found = {pair: values for pair, values in found.items() if len(values) > 1}
+    p_values = holm([stats.ttest_1samp(values, 0).pvalue for values in found.values()])
+    return {
+        pair: (values, *interval(values), p) for (pair, values), p in zip(found.items(), p_values)
+    }
+
+
+def family_table(frame, pairs):
+    """Accuracy in training over steps 2 to 24 by seed, with Holm's correction over the pairs."""
+    rows = [("difference", "seeds", "accuracy in training", "p (Holm)", "", "evaluated at the end")]
+    for pair, (values, mean, half, p) in family(frame, pairs).items():
+        text = "open" if p >= 0.05 else "more" if mean > 0 else "less"
+        text += ", equal within .02" if abs(mean) + half < SAME else ""
+        end = interval(by_seed(frame, *pair, "evaluated at the end"))
+        cells = [f"{one:+.3f} ± {width:.3f}" for one, width in ((mean, half), end)]
+        name = " − ".join(pair).replace(", plain wording", "")
+        rows.append((name, f"{len(values)}", cells[0], f"{p:.3f}", text, cells[1]))
+    return markdown(rows)
+
+
+def long_frame(lines):
+    """A row for each step of the long runs: method, seed, step, reward in training, held out."""
+    frames = [pd.DataFrame({"method": [], "step": []})]
+    for line in lines:
+        if line["method"] in experiments.LONG:
+            steps = [row["step"] for row in line["evaluations"]]
+            columns = {"held out": pd.Series(curve(line, "avg@2"), steps)}
+            columns["reward"] = pd.Series([np.nan, *line["metrics"]["reward"]])  # by step
+            frame = pd.DataFrame(columns).rename_axis("step").reset_index()
+            method = line["method"].removesuffix(", long")
+            frames.append(frame.assign(method=method, seed=line["seed"]))
+    return pd.concat(frames)
+
+
+def long_table(lines, steps=(0, 40, 80, 120, 160, 200)):
+    """Sampled accuracy on held-out puzzles over 200 steps, means over seeds."""
+    rows = [("method", "seeds", *map(str, steps), "reward in training, steps 181 to 200")]
+    for method, runs in long_frame(lines).groupby("method", sort=False):
+        means = runs.groupby("step")[["held out", "reward"]].mean()
+        values = [*means["held out"].reindex(steps), means["reward"].loc[181:].mean()]
+        rows.append((method, f"{runs.seed.nunique()}", *(f"{value:.3f}" for value in values)))
+    return markdown(rows)
+
+
+def real_model_table(lines):
+    """SmolLM2: each method at three learning rates; at its best one against GRPO at its own."""
+    frame = run_frame(lines, {})
+    for name, measure in (("sampled", "avg@1"), ("greedy", "greedy")):
+        levels = [line["held_out"].values() for line in lines]
+        frame[name] = [np.mean([level[measure][0] for level in each]) for each in levels]
+    cells = frame.groupby(["method", "learning rate"])
+    best = cells[WHOLE].mean().groupby("method").idxmax()  # method → (method, learning rate)
+    values = {method: cells.get_group(cell)[WHOLE] for method, cell in best.items()}
+    found = against(values.pop("GRPO"), values)
+    head = ("method", "learning rate", "runs", "in training", "minus GRPO, each at its best")
+    rows = [(*head, "held out, sampled", "held out, greedy")]
+    for method, rate in itertools.product(best.index, RATES):
+        runs, cell = cells.get_group((method, rate)), ""
+        if method in found and (method, rate) == best[method]:
+            difference, half, p = found[method]
+            cell = f"{difference:+.3f} ± {half:.3f} {verdict(difference, half, p, 1)}"
+        held_out = (of_runs(runs[name]) for name in ("sampled", "greedy"))
+        rows.append((method, rate, f"{len(runs)}", of_runs(runs[WHOLE]), cell, *held_out))
+    return markdown(rows)
+
+
+def progress_table(lines, way):
+    """How far a step of unit length goes, over GRPO's: a row for each method; the replication."""
+    rows = [("method", *(line["setting"] for line in lines))]
+    names = dict.fromkeys(name for line in lines for name in line["first"][way] if name != "GRPO")
+    for name in names:
+        pairs = [[line[part][way].get(name) for part in ("first", "again")] for line in lines]
+        texts = [
+            " · ".join(f"{x:.2f} ± {half:.2f}" for x, half in pair if pair[0]) for pair in pairs
+        ]
+        rows.append((name, *texts))
+    return markdown(rows)
+
+
+def tables(lines):
+    """The tables of RESULTS.md by name."""
+    frame, first = run_frame(lines), run_frame(experiments.read_lines(FIRST), {})
+    real_lines = [line for line in experiments.read_lines(REAL_MODEL) if "metrics" in line]
+    untrained = [  # GRPO's policies before training
+        line | {"method": BEFORE, "metrics": {}, "evaluations": line["evaluations"][:1]}
+        for line in lines
+        if line["method"] == "GRPO"
+    ]
+    here = {f"here, {EARLY}": (frame, EARLY), f"here, {WHOLE}": (frame, WHOLE)}
+    here |= {f"first laboratory, {EARLY}": (first, EARLY), f"first, {WHOLE}": (first, WHOLE)}
+    real = run_frame(real_lines, {})
+    rates = {f"at {rate}": (real[real["learning rate"] == rate], EARLY) for rate in RATES}
+    screen = experiments.read_lines(PROGRESS)
+    return {
+        **{question: family_table(frame, pairs) for question, pairs in FAMILIES.items()},
+        "long": long_table(lines),
+        "progress, gradient": progress_table(screen, "gradient"),
+        "progress, AdamW": progress_table(screen, "AdamW"),
+        "early": training_table(here, DIFFERENCES),
+        "against GRPO": claims_table(frame, CLAIMS),
+        "other claims": claims_table(frame, OTHER_CLAIMS),
+        "two by two": claims_table(frame, CELL_CLAIMS),
+        "methods": methods_table(pd.concat([run_frame(untrained), frame])),
+        "SmolLM2 by seed": training_table(rates, DIFFERENCES),
+        "SmolLM2": real_model_table(real_lines),
+    }
+
+
+def with_tables(text, lines):
+    """RESULTS.md with what stands between `<!-- name -->` and `<!-- end -->` made anew."""
+    for name, table in tables(lines).items():
+        before, _, rest = text.partition(f"<!-- {name} -->\n")
+        text = f"{before}<!-- {name} -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    return text
+
+
+if __name__ == "__main__":
+    runs = experiments.read_lines(experiments.RESULTS)
+    if "--write" in sys.argv:
+        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    else:
+        print("\n\n".join(f"{name}\n{table}" for name, table in tables(runs).items()))
