@@ -10,18 +10,19 @@ down slows both, with a learning rate so small that both always see the same pol
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
+import pandas as pd
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
-# hidden size, MLP size, layers, heads, key-value heads, whether the embeddings are tied, vocabulary
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "tie_word_embeddings", "vocab_size")
 SHAPES = {
     "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, True, 151936),
     "Qwen2.5-1.5B": (1536, 8960, 28, 12, 2, True, 151936),
@@ -31,37 +32,12 @@ SHAPES = {
 PHASES = ("sampling", "rewarding", "scoring", "updating")
 
 
-def random_model(shape, like, device):
+def random_model(shape, like):
     """A Qwen2 model with random weights that reads with the tokenizer of the model `like`."""
-    hidden, mlp, layers, heads, key_value_heads, tied, words = SHAPES[shape]
-    config = Qwen2Config(
-        vocab_size=words,
-        hidden_size=hidden,
-        intermediate_size=mlp,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=key_value_heads,
-        tie_word_embeddings=tied,
-        bos_token_id=None,
-        eos_token_id=like.config.eos_token_id,
-        pad_token_id=like.config.pad_token_id,
-    )
-    with device:
-        model = Qwen2ForCausalLM(config).eval()
-    model.forward_dtype = like.forward_dtype
-    return model
-
-
-def forward_operations(model, metrics, times=1):
-    """Floating-point operations of `times` forward passes that make each response's logits once.
-
-    2 for each parameter and token, of the layers on prompts and responses and of the output layer
-    on responses; those of attention itself are not counted.
-    """
-    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    parameters = sum(p.numel() for p in model.parameters() if p is not head and p is not embedding)
-    layers = parameters * metrics["rollout/tokens_with_prompts"]
-    return 2 * (times * layers + head.numel() * metrics["rollout/tokens"])
+    ids = {name: getattr(like.config, name) for name in ("eos_token_id", "pad_token_id")}
+    config = Qwen2Config(**dict(zip(SIZES, SHAPES[shape])), **ids, bos_token_id=None)
+    with like.device:
+        return Qwen2ForCausalLM(config).eval()
 
 
 def main():
@@ -72,47 +48,48 @@ def main():
     parser.add_argument("--shape", choices=SHAPES)
     own, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        quiet = ["--quiet", "--save-every", "0", "--learning-rate", "1e-9", "--output", folder]
+        flags = [*flags, "--quiet", "--save-every", "0", "--learning-rate", "1e-9"]
+        flags += ["--output", folder]
         methods = {
-            "GRPO": lopti.parse_arguments([*flags, *quiet, "--name", "GRPO"]),
-            "Lopti": lopti.parse_arguments(["--eta", "0.5", *flags, *quiet, "--name", "Lopti"]),
+            "GRPO": lopti.parse_arguments([*flags, "--name", "GRPO"]),
+            "Lopti": lopti.parse_arguments(["--eta", "0.5", *flags, "--name", "Lopti"]),
         }
         args = methods["GRPO"]
-        policy, tokenizer = lopti.load_model(
-            args.model, lopti.choose_device(args.device), dtype=args.dtype
-        )
+        device = lopti.choose_device(args.device)
+        for method in methods.values():
+            if method.dtype == "auto":
+                method.dtype = "float32" if device.type == "cpu" else "bfloat16"
+        policy, tokenizer = lopti.load_model(args.model, device)
         rows, _ = lopti.load_data(args, tokenizer)
         if own.shape:
-            policy = random_model(own.shape, policy, policy.device)
-        reference = lopti.make_reference(policy, args)
+            policy = random_model(own.shape, policy)
+        models = policy, lopti.make_reference(policy, args), tokenizer
         optimizer = lopti.make_optimizer(policy, args)
         runs = {name: lopti.Run(method) for name, method in methods.items()}
         for step in range(1, own.rounds + 2):
             for name, method in methods.items():
                 torch.manual_seed(args.seed + step)
                 method.steps, method.eval_every = step, 0
-                everything = (policy, reference, tokenizer, optimizer, rows, [])
-                lopti.train(*everything, runs[name], method)
-        measured = {name: run.read_lines("metrics.jsonl")[1:] for name, run in runs.items()}
+                lopti.train(*models, optimizer, rows, [], runs[name], method)
+        measured = {
+            name: pd.DataFrame(run.read_lines("metrics.jsonl")[1:]) for name, run in runs.items()
+        }
     count = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
     print(
         f"\n{own.shape or args.model}, {count:,.1f} million parameters on {policy.device}", end=""
     )
     print(f", {args.prompts_per_step} prompts × {args.group_size} responses, median of", end="")
     print(f" {own.rounds} steps after one to warm up\n")
-    print(f"{'method':<8}{'phase':<12}{'seconds':>9}{'tokens/s':>11}{'TFLOP/s':>9}{'peak GiB':>10}")
-    passes = {"scoring": 1 + bool(args.kl_coef), "updating": 3}  # a backward pass is two forward
+    print(f"{'method':<8}{'phase':<12}{'seconds':>9}{'tokens/s':>11}{'peak GiB':>10}")
     for name, steps in measured.items():
-        median = {key: statistics.median(step[key] for step in steps) for key in steps[0]}
+        median = steps.median()
         seconds = {phase: median[f"seconds/{phase}"] for phase in PHASES}
-        seconds["whole step"] = sum(seconds.values())
-        for phase, value in seconds.items():
-            stages = 2 if name == "Lopti" and phase == "updating" else 1
-            operations = passes.get(phase, 0) * forward_operations(policy, median, stages)
-            speed = f"{operations / value / 1e12:.2f}" if operations else ""
-            memory = median.get(f"peak_memory_gib/{phase}")
-            row = f"{name:<8}{phase:<12}{value:>9.3f}{median['rollout/tokens'] / value:>11,.0f}"
-            print(f"{row}{speed:>9}{'' if memory is None else f'{memory:.2f}':>10}")
+        for phase, value in {**seconds, "whole step": sum(seconds.values())}.items():
+            memory = f"{median.get(f'peak_memory_gib/{phase}', float('nan')):.2f}".replace(
+                "nan", ""
+            )
+            speed = median["rollout/tokens"] / value
+            print(f"{name:<8}{phase:<12}{value:>9.3f}{speed:>11,.0f}{memory:>10}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """What the paper's figures measure, on any policy and task: computed here, drawn elsewhere.
 
+    python data/lab/measures.py "default job"                 # the screen: `progress`, minutes
+    python data/lab/measures.py "T = 0.7" --temperature 0.7   # with any flags of lopti.py
+
 `figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as
-JSON. The notebook calls them on the bundled policy, real_model.py on a language model. Words,
-treatments and open questions are the notebook's.
+JSON. The report calls them on the bundled policy, real_model.py on a language model. Words and open
+questions are the report's. Shapes are lopti.py's: B responses, L positions.
 """
 
 import copy
@@ -11,28 +14,29 @@ import itertools
 import math
 import random
 import sys
-from ast import literal_eval
 from pathlib import Path
 
 import experiments
 import numpy as np
 import theory
 import torch
+from analysis import FOLDER, interval, ratio
+from torch.nn.utils import parameters_to_vector
+
+DATA = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(DATA.parent), str(DATA / "make")]
+import puzzles
 
 import lopti
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "make"))
-import puzzles
-
-RESULTS = Path(__file__).resolve().parent / "results"
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 QUANTILES = np.linspace(0.005, 0.995, 34)  # what a violin is drawn from
 
-METHODS = {  # name -> what differs from plain GRPO
-    "GRPO": {},
-    "GRPO, two passes": {"passes": 2},
-    "AR": {"alpha": 0.3},
-    "Lopti": {"eta": 0.5},
+METHODS = {  # name -> α, η, passes
+    "GRPO": (0.0, 0.0, 1),
+    "GRPO, two passes": (0.0, 0.0, 2),
+    "AR": (0.3, 0.0, 1),
+    "Lopti": (0.0, 0.5, 1),
 }
 
 
@@ -53,53 +57,54 @@ def collect(policy, tokenizer, rows, args, seed=0):
     """
     torch.manual_seed(seed)
     batch = [row for row in rows for _ in range(args.group_size)]
-    rollout = lopti.sample(
-        policy, tokenizer, [row["prompt"] for row in rows], group_size=args.group_size,
-        max_new_tokens=args.max_new_tokens, temperature=args.temperature,
-    )  # fmt: skip
-    rewards = torch.tensor(
-        lopti.compute_rewards(rollout.texts, batch, args), device=rollout.mask.device
-    )
+    options = {"group_size": args.group_size, "temperature": args.temperature}
+    options["max_new_tokens"] = args.max_new_tokens
+    rollout = lopti.sample(policy, tokenizer, [row["prompt"] for row in rows], **options)
+    rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args))
     old = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
-    rollout.old_logprobs = old.logprobs
-    rollout.advantages = (
-        lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
-    )  # (B, T)
+    advantages = lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+    rollout.old_logprobs, rollout.advantages = old.logprobs, advantages
     return rollout, rewards, old, batch
 
 
+def reweighted(rollout, alpha):
+    """The rollout with Eq. 4 applied to its advantages."""
+    advantages = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
+    return changed(rollout, advantages=advantages)
+
+
 def bins_of(pi, mask):
-    """Four masks (B, T): the tokens with π in [0, .25), [.25, .5), [.5, .75), [.75, 1]."""
+    """Four masks (B, L): the tokens with π in [0, .25), [.25, .5), [.5, .75), [.75, 1]."""
     return [mask & (pi >= low) & (pi < high) for low, high in itertools.pairwise(EDGES)]
 
 
-def shares_of(bins, mask):
-    """Which share of all tokens each bin holds."""
-    return [int(tokens.sum()) / int(mask.sum()) for tokens in bins]
+def wording_of(tokenizer, rollout):
+    """The tokens (B, L) of words that do not matter to the answer."""
+    words = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
+    return rollout.mask & torch.isin(rollout.ids, words)
+
+
+def share(hits):
+    return float(hits.double().mean())
 
 
 # ---- what an update does to the probabilities
 
 
 def probabilities(model, rollout, args):
-    """π of every token (B, T) in float64: many changes of an update are too small for float32."""
+    """π of every token (B, L) in float64: many changes of an update are too small for float32."""
     twin = copy.deepcopy(model).double()
     for module in twin.modules():
         if type(module).__name__.endswith("RMSNorm"):  # as it is written it goes through float32
-            module.forward = functools.partial(
-                torch.nn.functional.rms_norm,
-                normalized_shape=module.weight.shape,
-                weight=module.weight,
-                eps=module.variance_epsilon,
-            )
-    scores = lopti.score(
-        twin, rollout, args.temperature, args.tokens_per_microbatch, with_entropy=False
-    )
-    return scores.logprobs.exp()
+            shape, weight = module.weight.shape, module.weight
+            settings = {"normalized_shape": shape, "weight": weight, "eps": module.variance_epsilon}
+            module.forward = functools.partial(torch.nn.functional.rms_norm, **settings)
+    inputs = (twin, rollout, args.temperature, args.tokens_per_microbatch)
+    return lopti.score(*inputs, with_entropy=False).logprobs.exp()
 
 
 def probabilities_after(policy, stages, rollout, args, optimizer):
-    """π of every token after each stage of an update, (B, T) each; the policy is left as it is.
+    """π of every token after each stage of an update, (B, L) each; the policy is left as it is.
 
     `stages` as `lopti.update_stages` returns them; `optimizer` makes one for a policy.
     """
@@ -111,10 +116,11 @@ def probabilities_after(policy, stages, rollout, args, optimizer):
     return results
 
 
-def gradient_norm(policy, tokens, rollout, args):
-    """‖∇ loss‖ with only `tokens` in the loss, before any clip: at step size 0 nothing moves."""
-    still = torch.optim.SGD(policy.parameters(), lr=0)
-    return lopti.update(policy, still, rollout, tokens, one_free_step(args)).get("grad_norm", 0.0)
+def weight_step(policy, optimizer, rollout, tokens, args):
+    """Update some tokens; returns the step that the weights took, as one long vector."""
+    before = parameters_to_vector(policy.parameters()).detach()
+    lopti.update(policy, optimizer, rollout, tokens, args)
+    return parameters_to_vector(policy.parameters()).detach() - before
 
 
 def gradient(policy, tokens, rollout, args):
@@ -136,22 +142,82 @@ def sgd(rate):
     return lambda policy: torch.optim.SGD(policy.parameters(), lr=rate)
 
 
-def adamw(args):
-    """The optimizer of training, with nothing remembered yet."""
-    return lambda policy: lopti.make_optimizer(policy, args)
+def adamw_direction(gradient):
+    """The first step of AdamW, but for its length: each weight on its own has the same say."""
+    return gradient / (gradient.abs() + 1e-8)
+
+
+# ---- the screen: how far does a step of each method go along the expected gradient?
+
+
+def directions(policy, tokenizer, rollout, old, args):
+    """Method → the gradients whose steps it takes on this rollout, one after the other.
+
+    Before the first update r = 1, so that the gradient is a sum over tokens: its parts add up.
+    """
+
+    def of(tokens=rollout.mask, rollout=rollout, **flags):
+        return gradient(policy, tokens, rollout, changed(args, **flags))
+
+    plain, (low, _) = of(), lopti.split_tokens(old.logprobs, rollout.mask, 0.5)
+    fully = of(rollout=reweighted(rollout, 1))
+    found = {"GRPO": [plain]}
+    for alpha in (0.1, 0.3, 0.6, 1.0):
+        found[f"AR, α = {alpha:g}"] = [(1 - alpha) * plain + alpha * fully]
+    first = of(low)
+    stages = [first, plain - first]
+    found |= {"Lopti, stage 1": stages[:1], "Lopti, stage 2": stages[1:]}
+    found["Lopti, both stages"] = stages
+    kept, wording = later_methods(rollout, old.entropies), wording_of(tokenizer, rollout)
+    found |= {name: [of(kept[name])] for name in ("STAPO", "80/20")}
+    found["min-p"] = [of(min_p=2.3e-6)]
+    if wording.any():
+        found["without wording (an oracle)"] = [of(rollout.mask & ~wording)]
+    return found
+
+
+def progress(policy, tokenizer, batches, args):
+    """How far a step of unit length goes along the gradient of all other batches.
+
+    For each way of stepping, by plain gradient descent and by AdamW's first step: GRPO's progress,
+    and the ratio of every other method's to it, with half of its 95 % interval over batches. A
+    method of two stages adds a step of unit length for each, as AdamW does.
+    """
+    found, total = {}, sum(gradient(policy, one.mask, one, args) for one, *_ in batches)
+    for rollout, _, old, _ in batches:
+        methods = directions(policy, tokenizer, rollout, old, args)
+        others = (total - methods["GRPO"][0]) / (len(batches) - 1)  # the mean of the other batches
+        for way, step_of in (("gradient", torch.clone), ("AdamW", adamw_direction)):
+            for name, gradients in methods.items():
+                steps = [torch.nn.functional.normalize(step_of(one), dim=0) for one in gradients]
+                step = torch.nn.functional.normalize(sum(steps), dim=0)
+                found.setdefault(way, {}).setdefault(name, []).append(float(step @ others))
+    result = {}
+    for way, values in found.items():
+        grpo = values.pop("GRPO")
+        result[way] = {name: ratio(of_method, grpo) for name, of_method in values.items()}
+        result[way]["GRPO"] = interval(grpo)
+    return result
+
+
+def progress_line(setting, flags, count):
+    """`progress` on two independent sets of rollout batches, in one line for progress.jsonl."""
+    args = lopti.parse_arguments(flags)
+    policy, tokenizer = lopti.load_model(args.model, lopti.choose_device(args.device))
+    rows, _ = lopti.load_data(args, tokenizer)
+    prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
+    rng, line = random.Random(0), {"setting": setting, "flags": flags, "batches": count}
+    for part in ("first", "again"):
+        batches = []
+        while len(batches) < count:
+            batch = collect(policy, tokenizer, next(prompts), args, seed=rng.randrange(2**31))
+            if batch[0].advantages.any():  # without a difference in reward there is no step
+                batches.append(batch)
+        line[part] = progress(policy, tokenizer, batches, args)
+    return line
 
 
 # ---- signal or noise?
-
-
-def parts_of(tokenizer, rollout):
-    """Name -> tokens (B, T): the four bins, and the lowest one cut into wording and the rest."""
-    wording_ids = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
-    wording = torch.isin(rollout.response_ids, wording_ids)  # (B, T)
-    bins = bins_of(rollout.old_logprobs.exp(), rollout.mask)
-    names = ("π < .25", ".25–.5", ".5–.75", "π ≥ .75")
-    parts = {"π < .25, wording": bins[0] & wording, "π < .25, all else": bins[0] & ~wording}
-    return {"all": rollout.mask, **dict(zip(names, bins)), **parts}
 
 
 def agreement(gradients):
@@ -173,7 +239,7 @@ def agreement(gradients):
         return float(matrix.sum() - matrix.trace()) / pairs if pairs else math.nan
 
     others = [[j for j in batches if j != i] for i in batches]
-    _, half = experiments.mean_and_half([off_diagonal(cosines[rows][:, rows]) for rows in others])
+    _, half = interval([off_diagonal(cosines[rows][:, rows]) for rows in others])
     signal = math.sqrt(max(off_diagonal(dots), 0.0))
     return float(norms.mean()), off_diagonal(cosines), (len(dots) - 1) * half, signal
 
@@ -197,19 +263,17 @@ def figure_1(policy, rollout, args, rate):
         for name, tokens in updates.items()
     }
     return {
-        "tokens": int(mask.sum()),
-        "share": shares_of(bins, mask),
-        "token_mean_of_advantage": float(rollout.advantages[mask].mean()),
+        "share": [share(tokens[mask]) for tokens in bins],
         "advantage": by_bin(rollout.advantages, bins),
         "norm": {
-            "bins": [gradient_norm(policy, tokens, rollout, args) for tokens in bins],
-            "all": gradient_norm(policy, mask, rollout, args),
+            "bins": [float(gradient(policy, one, rollout, args).norm()) for one in bins],
+            "all": float(gradient(policy, mask, rollout, args).norm()),
         },
         "change": {
             name: {
                 "size": float(values[mask].abs().mean()),
                 "size_by_bin": [float(values[tokens].abs().mean()) for tokens in bins],
-                "correlation": correlation(values[mask], change["all"][mask]),
+                "correlation": float(np.corrcoef(values[mask], change["all"][mask])[0, 1]),
                 **by_bin(values, bins),
             }
             for name, values in change.items()
@@ -218,18 +282,14 @@ def figure_1(policy, rollout, args, rate):
 
 
 def by_bin(values, bins):
-    """The mean of some values (B, T) in each bin, and their quantiles."""
-    samples = [values[tokens].double().cpu().numpy() for tokens in bins]
+    """The mean of some values (B, L) in each bin, and their quantiles."""
+    samples = [values[tokens].double().numpy() for tokens in bins]
     return {
         "mean": [float(sample.mean()) if len(sample) else math.nan for sample in samples],
         "quantiles": [
             np.quantile(sample, QUANTILES).tolist() if len(sample) else [] for sample in samples
         ],
     }
-
-
-def correlation(a, b):
-    return float(torch.corrcoef(torch.stack([a.double(), b.double()]))[0, 1])
 
 
 def figure_2(policy, rollout, args, responses):
@@ -240,10 +300,9 @@ def figure_2(policy, rollout, args, responses):
     columns = {name: [] for name in ("probability", "entropy", "at_logits", "at_layers")}
     for row in responses:
         part = rollout.part([row])  # one row: no padding
-        ids = torch.cat([part.prompt_ids, part.response_ids], 1)  # (1, P+T)
-        output = policy(ids, output_hidden_states=True)
-        logits = output.logits[0, part.prompt_ids.shape[1] - 1 : -1] / args.temperature  # (T, V)
-        chosen = part.response_ids[0]
+        output = policy(part.ids, output_hidden_states=True)
+        logits = output.logits[part.mask.roll(-1, 1)] / args.temperature  # (T, V)
+        chosen = part.ids[part.mask]  # (T,)
         logprobs = logits.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1)  # (T,)
         columns["probability"] += logprobs.exp().tolist()
         columns["entropy"] += lopti.entropy(logits.detach()).tolist()
@@ -260,148 +319,63 @@ def figure_3(policy, rollout, args, rate):
     Norms are clipped as in training. "risen": the share of the tokens with Â > 0 whose probability
     rose, by bin of π, for each method. "stages": what each stage of Lopti did to the likely tokens
     (π ≥ ½, which stage 1 does not touch): the share of those with Â > 0 and of those with Â < 0
-    whose probability moved the way of their advantage, since before the update, the share that
-    rose, and the mean size of their change.
+    whose probability moved the way of their advantage since before the update, and the mean size of
+    their change.
     """
     one_step = changed(args, kl_coef=0.0, mini_batch_size=0)
     before, advantages = probabilities(policy, rollout, args), rollout.advantages
     rewarded = [tokens & (advantages > 0) for tokens in bins_of(before, rollout.mask)]
-    likely = lopti.split_tokens(before.log(), rollout.mask, 0.5)[1]
+    _, likely = lopti.split_tokens(before.log(), rollout.mask, 0.5)
     result = {}
-    for name, optimizer in (("SGD", sgd(rate)), ("AdamW", adamw(args))):
-        risen, stages = {}, []
-        for method, settings in METHODS.items():
-            after = updated(policy, rollout, one_step, optimizer, **settings)
+    for name, make in (
+        ("SGD", sgd(rate)),
+        ("AdamW", lambda policy: lopti.make_optimizer(policy, args)),
+    ):
+        risen = {}
+        for method, (alpha, eta, passes) in METHODS.items():
+            groups = lopti.split_tokens(rollout.old_logprobs, rollout.mask, eta)
+            stages = lopti.update_stages(*groups, rollout.mask, eta) * passes
+            after = probabilities_after(policy, stages, reweighted(rollout, alpha), one_step, make)
             risen[method] = [share((after[-1] > before)[tokens]) for tokens in rewarded]
-            if method == "Lopti":
-                stages = [
-                    {
-                        "right_way": [
-                            share((pi > before)[likely & (advantages > 0)]),
-                            share((pi < before)[likely & (advantages < 0)]),
-                        ],
-                        "risen": share((pi > before)[likely]),
-                        "size": float((pi - before)[likely].abs().mean()),
-                    }
-                    for pi in after
-                ]
+        stages = [  # of Lopti, the last method
+            {
+                "right_way": [
+                    share((pi > before)[likely & (advantages > 0)]),
+                    share((pi < before)[likely & (advantages < 0)]),
+                ],
+                "size": float((pi - before)[likely].abs().mean()),
+            }
+            for pi in after
+        ]
         result[name] = {"risen": risen, "stages": stages}
     return result
 
 
-def updated(policy, rollout, args, optimizer, alpha=0.0, eta=0.0, passes=1):
-    """π after each stage of an update of the batch by a method."""
-    low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, eta)
-    stages = lopti.update_stages(low, high, rollout.mask, eta) * passes
-    advantages = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
-    return probabilities_after(
-        policy, stages, changed(rollout, advantages=advantages), args, optimizer
-    )
-
-
-def share(hits):
-    return float(hits.double().mean())
-
-
-def rank_correlation(a, b):
-    """Spearman's, for values without ties."""
-    ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
-    return float(np.corrcoef(*ranks)[0, 1])
-
-
-# ---- means over batches
-
-
-def over_batches(rows):
-    """Means and half intervals of each column of `rows`, one row for each batch: two lists."""
-    pairs = [experiments.mean_and_half(list(map(float, column))) for column in zip(*rows)]
-    return [mean for mean, _ in pairs], [half for _, half in pairs]
-
-
-# ---- levers: what Eq. 4 takes from whom
-
-
-def lever_shares(rollout, alpha):
-    """How the tokens of a batch share the sum of (1-π)·[απ + 1-α], by bin of π."""
-    pi = rollout.old_logprobs.exp()
-    levers = lopti.reweight_advantages((1 - pi) * rollout.mask, rollout.old_logprobs, alpha)
-    return [float(levers[tokens].sum() / levers.sum()) for tokens in bins_of(pi, rollout.mask)]
+# ---- what Eq. 4 does to the gradient
 
 
 def turned(policy, rollout, args, alphas=(0.1, 0.3, 1.0)):
-    """What Eq. 4 does to the gradient, for each α: [cosine with GRPO's, length over GRPO's, cosine
-    of the steps that an AdamW without a past takes].
-
-    Such an AdamW steps along g/(|g| + 1e-8), each weight on its own: the length is lost, and small
-    entries, which turn the most, count as much as large ones.
+    """What Eq. 4 does to the gradient, by α: cosine with GRPO's, length over GRPO's, cosine of
+    the first steps of AdamW.
     """
 
     def cosine(a, b):
         return float(a @ b / a.norm() / b.norm())
 
-    def step(gradient):
-        return gradient / (gradient.abs() + 1e-8)
-
-    plain, result = gradient(policy, rollout.mask, rollout, args), {}
+    plain, fully = (gradient(policy, rollout.mask, reweighted(rollout, x), args) for x in (0, 1))
+    result = {}
     for alpha in alphas:
-        weighted = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
-        other = gradient(policy, rollout.mask, changed(rollout, advantages=weighted), args)
-        length = float(other.norm() / plain.norm())
-        result[f"{alpha:g}"] = [cosine(plain, other), length, cosine(step(plain), step(other))]
+        other = (1 - alpha) * plain + alpha * fully
+        steps = cosine(adamw_direction(plain), adamw_direction(other))
+        result[f"{alpha:g}"] = [cosine(plain, other), float(other.norm() / plain.norm()), steps]
     return result
 
 
-# ---- words
-
-KINDS = {  # the paper's categories -> words of a worked solution
-    "analysis": ("true", "false"),
-    "statement": [word for kind in ("and", "or", "->", "<=>") for word in puzzles.WORDING[kind]],
-    "causal indicator": puzzles.WORDING["relation"],
-    "conclusion indicator": puzzles.WORDING["conclusion"],
-    "assumption": puzzles.WORDING["supposition"],
-    "assertion": puzzles.WORDING["saying"],
-}
+# ---- the later methods
 
 
-def word_differences(batches, right=3.0, wrong=-0.5):
-    """How much more often words come in right answers than in wrong ones to the same puzzle.
-
-    Returns kind of word -> one value for each puzzle that was answered both ways, per 100 words of
-    reasoning. The controls set half of the words of a kind against the other half: which of them
-    is written was drawn at random when the policy was taught.
-    """
-    kinds = {name: (words, ()) for name, words in KINDS.items()}
-    for name in ("causal indicator", "conclusion indicator", "assumption", "assertion"):
-        kinds[f"control: {name}, half − half"] = (KINDS[name][:4], KINDS[name][4:])
-    differences = {name: [] for name in kinds}
-    for rollout, rewards, _, batch in batches:
-        reasoning = [text.split("</think>")[0].split() for text in rollout.texts]
-        for puzzle in {row["question"]: None for row in batch}:
-            rows = [i for i, row in enumerate(batch) if row["question"] == puzzle and reasoning[i]]
-            sides = [[i for i in rows if rewards[i] == reward] for reward in (right, wrong)]
-            if not all(sides):
-                continue
-            for name, (plus, minus) in kinds.items():
-                in_right, in_wrong = (
-                    np.mean(
-                        [
-                            100
-                            * sum((word in plus) - (word in minus) for word in reasoning[i])
-                            / len(reasoning[i])
-                            for i in side
-                        ]
-                    )
-                    for side in sides
-                )
-                differences[name].append(float(in_right - in_wrong))
-    return differences
-
-
-# ---- the later treatments
-
-
-def treatments(rollout, entropies):
-    """Which tokens (B, T) each treatment leaves to the update; before the first, π_θ is π_old."""
+def later_methods(rollout, entropies):
+    """Which tokens (B, L) each leaves to the update; before the first update π_θ is π_old."""
     logprobs, mask = rollout.old_logprobs, rollout.mask
     return {
         "Lopti, stage 1": lopti.split_tokens(logprobs, mask, 0.5)[0],
@@ -411,84 +385,6 @@ def treatments(rollout, entropies):
     }
 
 
-LIMITS = (0.05, 0.1, 0.25, 0.5, 1.1)
-
-
-def kept_shares(rollout, entropies):
-    """Treatment -> the share that it keeps of the tokens below each of LIMITS."""
-    pi, mask = rollout.old_logprobs.exp(), rollout.mask
-    below = [mask & (pi < limit) for limit in LIMITS]
-    return {"all tokens": [float(tokens.sum() / mask.sum()) for tokens in below]} | {
-        name: [share(kept[tokens]) for tokens in below]
-        for name, kept in treatments(rollout, entropies).items()
-    }
-
-
-# ---- open questions
-
-
-def worked_solutions(policy, tokenizer, rows, args, seed=0):
-    """Worked solutions without a mistake as a Rollout in which every token has Â = 1.
-
-    With r = 1 and no KL Eq. 1 is then the loss of supervised fine-tuning on these texts.
-    """
-    rng = random.Random(seed)
-    texts = [
-        puzzles.worked_solution(rng, row["columns"]["names"], literal_eval(statements))
-        for row in rows
-        for statements in [row["columns"]["statements"]]
-    ]
-    prompts = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)
-    answers = tokenizer([text + tokenizer.eos_token for text in texts], add_special_tokens=False)
-    prompts = tokenizer.pad(prompts, padding_side="left", return_tensors="pt")
-    answers = tokenizer.pad(answers, padding_side="right", return_tensors="pt")
-    mask = answers["attention_mask"].bool()
-    rollout = lopti.Rollout(
-        prompt_ids=prompts["input_ids"],
-        prompt_mask=prompts["attention_mask"].bool(),
-        response_ids=answers["input_ids"],
-        mask=mask,
-        truncated=torch.zeros(len(rows), dtype=torch.bool),
-        texts=texts,
-        advantages=mask.float(),
-    )
-    old = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
-    rollout.old_logprobs = old.logprobs
-    return rollout
-
-
-def second_steps(policy, tokenizer, prompts, args, *, eta, passes, count):
-    """How alike the second optimizer step on a rollout batch is to the first, step after step.
-
-    η > 0 and one pass: Lopti's two stages. η = 0 and two passes: two plain steps, the control. The
-    second step is taken twice from the same weights: "shared", with the AdamW that took the first,
-    and "own", with one that has seen second steps only. Returns the cosines of `count` batches.
-    """
-    policy = copy.deepcopy(policy)
-    shared, own_state, cosines = lopti.make_optimizer(policy, args), None, []
-    for number in range(count + 1):
-        rollout, *_ = collect(policy, tokenizer, next(prompts), args, seed=1000 + number)
-        low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, eta)
-        stages = lopti.update_stages(low, high, rollout.mask, eta) * passes
-        (_, first), (_, second) = stages
-        one = weight_step(policy, shared, rollout, first, args)
-        twin = copy.deepcopy(policy)
-        own = lopti.make_optimizer(twin, args)
-        if own_state:
-            own.load_state_dict(own_state)
-        steps = {
-            "own": weight_step(twin, own, rollout, second, args),
-            "shared": weight_step(policy, shared, rollout, second, args),
-        }
-        own_state = copy.deepcopy(own.state_dict())
-        if number:  # at first an AdamW of its own has no memory yet
-            cosine = functools.partial(torch.nn.functional.cosine_similarity, one, dim=0)
-            cosines.append({name: float(cosine(step)) for name, step in steps.items()})
-    return cosines
-
-
-def weight_step(policy, optimizer, rollout, tokens, args):
-    """Update some tokens; returns the step that the weights took, as one long vector."""
-    before = torch.nn.utils.parameters_to_vector(policy.parameters()).detach()
-    lopti.update(policy, optimizer, rollout, tokens, args)
-    return torch.nn.utils.parameters_to_vector(policy.parameters()).detach() - before
+if __name__ == "__main__":
+    flags = ["--prompts-per-step", "8", *sys.argv[2:]]
+    experiments.append_line(FOLDER / "progress.jsonl", progress_line(sys.argv[1], flags, 10))

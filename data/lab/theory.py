@@ -1,6 +1,6 @@
 """What each token weighs in the gradient: Eq. 2, and Prop. 4.2 at the logits.
 
-Training never calls these (autograd does the work); the notebook and the tests do.
+Training never calls these (autograd does the work); the report and the tests do.
 """
 
 import math
@@ -19,12 +19,12 @@ def gradient_weight(
     clip_dual=10.0,
     kl_coef=0.001,
 ):
-    """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, T) → (B, T)
+    """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, L) → (B, L)
 
         w = r·Â·1[trust] + β·π_ref/π_θ - β
 
     1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of
-    `kl_estimate`. Training does not call this (autograd does the work); reading and testing do.
+    `kl_estimate`.
     """
     ratio = (logprobs - old_logprobs).exp()
     too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
@@ -40,16 +40,11 @@ def gradient_weight(
 def logit_gradient_norm(logits, ids):
     """‖∇_z log π_j‖ = sqrt((1-π_j)² + Σ_{k≠j} π_k²), logits z (..., V), ids j (...): Prop. 4.2."""
     probabilities = logits.softmax(-1)
-    gradient = (
-        torch.nn.functional.one_hot(ids, logits.shape[-1]) - probabilities
-    )  # ∇_z log π_j = e_j - π
-    return gradient.norm(dim=-1)
+    chosen = torch.nn.functional.one_hot(ids, logits.shape[-1])
+    return (chosen - probabilities).norm(dim=-1)  # ∇_z log π_j = e_j - π
 
 
 def logit_gradient_bounds(probabilities, vocabulary_size):
-    """(lower, upper) of Prop. 4.2: sqrt(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ sqrt(2)·(1-π), vocabulary N.
-
-    So unlikely tokens dominate: at π = 0.01 the gradient is about a hundred times that at π = 0.99.
-    """
+    """(lower, upper) of Prop. 4.2: √(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ √2·(1-π), vocabulary N."""
     room = 1 - probabilities
     return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room

@@ -28,25 +28,21 @@ split_tokens, make_optimizer = lopti.split_tokens, lopti.make_optimizer
 
 
 def evaluate_with_rewards(policy, tokenizer, rows, args):
-    """`lopti.evaluate`, with the mean reward of the sampled answers and the share of them cut."""
+    """`lopti.evaluate`, with the mean reward of the sampled answers and the share truncated."""
     table, answers = evaluate(policy, tokenizer, rows, args)
     for difficulty, measures in table.items():
-        sampled = [
-            answer
-            for row, (_, *samples) in zip(rows, answers)
-            for answer in samples
-            if row["difficulty"] == difficulty
-        ]
-        rewards = torch.tensor([reward for _, reward, _ in sampled])
-        cut = sum(length >= args.max_new_tokens for _, _, length in sampled) / len(sampled)
-        mean, half = float(rewards.mean()), 1.96 * float(rewards.std()) / len(rewards) ** 0.5
-        measures["reward"] = (mean, mean - half, mean + half)
-        measures["cut"] = (cut, *lopti.wilson_interval(cut, len(sampled)))
+        pairs = zip(rows, answers)
+        groups = [sampled for row, (_, *sampled) in pairs if row["difficulty"] == difficulty]
+        _, rewards, lengths = zip(*(answer for sampled in groups for answer in sampled))
+        cut = [length >= args.max_new_tokens for length in lengths]
+        for name, values in (("reward", torch.tensor(rewards)), ("cut", torch.tensor(cut).float())):
+            mean, half = float(values.mean()), 1.96 * float(values.std()) / len(values) ** 0.5
+            measures[name] = (mean, mean - half, mean + half)
     return table, answers
 
 
 def token_centred(advantages, mask, mini_batch_size):
-    """Â minus its mean over the response tokens of each mini-batch: (B, T) → (B, T).
+    """Â minus its mean over the response tokens of each mini-batch: (B, L) → (B, L).
 
     >>> token_centred(torch.tensor([[2., 2.], [-1., 0.]]), torch.tensor([[1, 1], [1, 0]]) > 0, 2)
     tensor([[ 1.,  1.],
@@ -58,11 +54,6 @@ def token_centred(advantages, mask, mini_batch_size):
         for values, counts in zip(advantages.split(size), mask.split(size))
     ]
     return torch.cat(parts)
-
-
-def keep_advantages(advantages, old_logprobs, alpha):
-    """In place of Eq. 4, which `update_centred` computes later."""
-    return advantages
 
 
 def update_centred(policy, optimizer, rollout, tokens, args):
@@ -106,7 +97,7 @@ def update_without_wording(policy, optimizer, rollout, tokens, args):
     """`lopti.update` without the words that do not matter to the answer: an oracle."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     wording = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
-    tokens = tokens & ~torch.isin(rollout.response_ids, wording)
+    tokens = tokens & ~torch.isin(rollout.ids, wording)
     return update(policy, optimizer, rollout, tokens, args)
 
 
@@ -116,7 +107,10 @@ VARIANTS = {
     "two-optimizers": {"update": update_with_own_optimizer},
     "without-wording": {"update": update_without_wording},
     "reward-free": {"group_advantages": constant_advantages},
-    "token-centred": {"reweight_advantages": keep_advantages, "update": update_centred},
+    "token-centred": {
+        "reweight_advantages": lambda advantages, *_: advantages,
+        "update": update_centred,
+    },
 }
 
 if __name__ == "__main__":

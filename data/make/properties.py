@@ -7,7 +7,7 @@
 1. Its tokens spread over the probabilities as a language model's do, and most unlikely ones are
    harmless wording.
 2. No temperature mends its mistakes: greedy decoding makes them too.
-3. The length limit does not decide: few responses are cut, and the token mean of Â is near 0.
+3. The length limit does not decide: few responses are truncated, and the token mean of Â is near 0.
 4. Training raises its accuracy: run this again on the trained policy. (`python lopti.py` reports
    the same on data/kk_test.jsonl, which nothing was tuned on.)
 """
@@ -42,7 +42,7 @@ def load_rows(file, people, tokenizer):
 
 
 def measure_tokens(policy, tokenizer, rows, args):
-    """Bins of π, each bin's gradient norm, wording, cut responses and the mean of Â, by batch."""
+    """Bins of π, each bin's gradient norm, wording, truncated responses, mean Â, by batch."""
     wording_ids = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
     # one mini-batch, no clip of the gradient, a step of size 0: `update` then only reports the norm
     vars(args).update(max_grad_norm=math.inf, mini_batch_size=0, kl_coef=0.0)
@@ -62,17 +62,17 @@ def measure_tokens(policy, tokenizer, rows, args):
         scores = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
         rollout.old_logprobs = scores.logprobs
         advantages = lopti.group_advantages(rewards, args.group_size)
-        rollout.advantages = advantages[:, None] * rollout.mask  # (B, T)
+        rollout.advantages = advantages[:, None] * rollout.mask  # (B, L)
         probabilities, mask = rollout.old_logprobs.exp(), rollout.mask
         tokens = int(mask.sum())
         unlikely = mask & (probabilities < BINS[0][1])
-        is_wording = torch.isin(rollout.response_ids, wording_ids)
+        is_wording = torch.isin(rollout.ids, wording_ids)
         found = {
             "reward": rewards.mean(),
             "accuracy": (rewards >= args.solved_reward).float().mean(),
             "length": tokens / len(rewards),
             "entropy": scores.entropies.sum() / tokens,
-            "share of responses cut": rollout.truncated.float().mean(),
+            "share of responses truncated": rollout.truncated.float().mean(),
             "token mean of Â": rollout.advantages.sum() / tokens,
             "wording among π < .25": (unlikely & is_wording).sum() / unlikely.sum(),
         }
