@@ -3,196 +3,34 @@
     python data/lab/plot.py                                     # into results/
     python data/lab/plot.py runs/A runs/B                       # plot.png
     python data/lab/plot.py runs/* --smooth 5 --output my.pdf   # running means over 5 steps
+    python data/lab/plot.py runs/* --measure entropy            # any column of metrics.jsonl
 
-In a notebook: `plot.draw(["runs/A", "runs/B"])`, `plot.draw_training(lines)`,
-`plot.draw_effects(lines)` with the lines of results/runs.jsonl.
+In a notebook: `plot.draw(["runs/A", "runs/B"])`, `plot.draw_training(lines)` and so on, with the
+lines of results/runs.jsonl.
 """
 
 import argparse
+import itertools
 import json
-import math
-import statistics
 import sys
-from collections import Counter
-from itertools import accumulate
 from pathlib import Path
 
+import analysis
 import experiments
-import matplotlib
+import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
+from scipy import stats
+from style import COLORS
 
-# Colours of Okabe and Ito, which stay apart for colour-blind readers, without their yellow, which
-# is lost on white. 7 colours and 5 line styles have no common divisor: 35 lines differ.
-COLOURS = ("#000000", "#E69F00", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9")
-LINES = ("-", "--", "-.", ":", (0, (7, 1, 1, 1, 1, 1)))
-MARKERS = ("o", "s", "^", "D", "v")
-BAND = "#BBBBBB"
-STYLE = {
-    "font.size": 16,
-    "axes.titlesize": 18,
-    "axes.titlelocation": "left",
-    "lines.linewidth": 2.5,
+BAND = "#DDDDDD"
+SHOWN = ("GRPO", "GRPO, two passes", "AR", "Lopti", "AR + Lopti", "reversed Lopti")
+TITLES = {  # of the questions' pictures
+    "plain wording": "Plain wording: is Lopti above two passes?",
+    "second step": "What is the second step?",
+    "order or Adam": "Order or Adam?",
+    "ceiling": "What could a rule gain at most?",
 }
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "savefig.dpi": 150}
-matplotlib.rcParams.update(STYLE)
-
-
-# ---- The laboratory
-
-
-SHOWN = ("AR", "Lopti", "AR + Lopti", "reversed Lopti", "min-p")
-PANELS = {"avg@2": "sampled accuracy", "reward": "reward", "cut": "share cut"}
-
-
-def at_step(lines, method, measure, number):
-    """A measure of every run of a method at its evaluation `number`, mean over the sizes."""
-    runs = [line for line in lines if line["method"] == method]
-    one = [{"evaluations": run["evaluations"][number : number + 1]} for run in runs]
-    return [experiments.held_out(run, measure, last=1) for run in one]
-
-
-def draw_training(lines):
-    """Each method minus GRPO on held-out puzzles, over training.
-
-    The grey band is where the mean of five runs of GRPO itself would lie, 19 times in 20, against
-    that of its ten.
-    """
-    steps = [row["step"] for row in next(x for x in lines if x["method"] == "GRPO")["evaluations"]]
-    figure = Figure(figsize=(16, 6), layout="constrained")
-    for axis, (measure, title) in zip(figure.subplots(1, 3), PANELS.items()):
-        grpo = [at_step(lines, "GRPO", measure, number) for number in range(len(steps))]
-        margins = []
-        for values in grpo:
-            degrees = len(values) - 1
-            t = experiments.critical_value((5, len(values)), ((0, 1),), degrees)
-            margins.append(t * statistics.stdev(values) * math.sqrt(1 / 5 + 1 / len(values)))
-        axis.fill_between(steps, [-margin for margin in margins], margins, color=BAND, alpha=0.5)
-        axis.axhline(0, color="black", linewidth=1)
-        for number, method in enumerate(SHOWN):
-            values = [at_step(lines, method, measure, step) for step in range(len(steps))]
-            if not values[0]:
-                continue
-            means = [statistics.mean(ours) - statistics.mean(g) for ours, g in zip(values, grpo)]
-            style = {"color": COLOURS[1 + number], "linestyle": LINES[number]}
-            axis.plot(steps, means, marker=MARKERS[number], markersize=8, label=method, **style)
-        axis.set(title=f"{title} minus GRPO's", xlabel="training step", xticks=steps)
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
-    return figure
-
-
-EFFECTS = ("the paper's cures", "order and groups", "token-centred Â", "steps and their size")
-EFFECTS += ("later treatments", "no reward", "A/A")
-
-
-def draw_effects(lines):
-    """Each method minus GRPO by the three outcomes: mean, Dunnett's interval, every run.
-
-    Blue is surely more, orange surely less. Methods that are GRPO, five runs each, would all lie in
-    the grey band 19 times in 20.
-    """
-    runs = Counter(line["method"] for line in lines)
-    groups = {
-        name: [method for method in experiments.GROUPS[name] if runs[method] > 1]
-        for name in EFFECTS
-    }
-    methods = [method for group in groups.values() for method in group]
-    claims = [(method, method, "GRPO", 0) for method in methods]
-    rows, row = {}, 0  # method -> its place, with a gap between groups
-    for group in groups.values():
-        for method in group:
-            rows[method] = row = row + 1
-        row += 0.7 * bool(group)
-    figure = Figure(figsize=(16, 2 + 0.42 * row), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
-    for axis, outcome in zip(axes, experiments.JUDGED):
-        grpo = experiments.values_of(lines, "GRPO", outcome)
-        effects = experiments.compare(lines, claims, outcome)
-        first, (_, half) = next(iter(effects.items()))
-        margin = half * math.sqrt((1 / 5 + 1 / len(grpo)) / (1 / runs[first] + 1 / len(grpo)))
-        left = -4.5 * margin
-        axis.set_xlim(left, 3 * margin)
-        for method, (difference, half) in effects.items():
-            sure = COLOURS[2] if difference > 0 else COLOURS[3]
-            colour = sure if abs(difference) > half else COLOURS[0]
-            if difference - half < left:  # far off: its number is more legible than its place
-                style = {"color": colour, "verticalalignment": "center"}
-                text = f"← {difference:.2f} ± {half:.2f}"
-                axis.text(left + 0.1 * margin, rows[method], text, **style)
-                continue
-            values = experiments.values_of(lines, method, outcome)
-            singles = [value - statistics.mean(grpo) for value in values]
-            axis.plot(singles, [rows[method]] * len(values), "o", color="#888888", markersize=5)
-            axis.errorbar(difference, rows[method], xerr=half, fmt="D", color=colour, markersize=8)
-        axis.axvspan(-margin, margin, color=BAND, alpha=0.5, linewidth=0)
-        axis.axvline(0, color="black", linewidth=1)
-        axis.set_title(f"{outcome}\nminus GRPO's")
-        axis.locator_params(axis="x", nbins=5)
-    axes[0].set_yticks(list(rows.values()), list(rows))
-    axes[0].set_ylim(row + 0.5, 0.3)
-    return figure
-
-
-def draw_real_model(lines):
-    """Accuracy in training on SmolLM2, a row for each learning rate.
-
-    Left: means over seeds and over 3 steps. Right: every dot is a run, its mean after the first
-    step.
-    """
-    lines = [line for line in lines if "metrics" in line]  # not the untrained model
-    methods = list(dict.fromkeys(line["method"] for line in lines))
-    rates = sorted({line["learning_rate"] for line in lines}, key=float)
-    figure = Figure(figsize=(16, 4.5 * len(rates)), layout="constrained")
-    axes = figure.subplots(len(rates), 2, sharex="col", squeeze=False)
-    for rate, (over_steps, over_runs) in zip(rates, axes):
-        for number, method in enumerate(methods):
-            cell = {"method": method, "learning_rate": rate}
-            runs = [line for line in lines if cell.items() <= line.items()]
-            accuracies = zip(*(run["metrics"]["accuracy"] for run in runs))  # of each step
-            means = running_mean([statistics.mean(step) for step in accuracies], 3)
-            style = {"color": COLOURS[number], "linestyle": LINES[number], "label": method}
-            over_steps.plot(range(1, len(means) + 1), means, **style)
-            whole = [experiments.accuracy_in_training(run) for run in runs]
-            over_runs.plot(whole, [number] * len(whole), "o", color=COLOURS[number], markersize=9)
-            over_runs.plot(
-                statistics.mean(whole), number, "|", color=COLOURS[number], markersize=40
-            )
-        over_runs.set_yticks(range(len(methods)), methods)
-        over_runs.set(title="mean of each run, and of all (|)", ylim=(len(methods) - 0.4, -0.6))
-        over_steps.set(title=f"accuracy in training at {rate}, 3 steps at a time", ylim=(0, 0.8))
-    over_steps.set_xlabel("training step")
-    axes[0, 0].legend(frameon=False)
-    return figure
-
-
-# ---- Run folders
-
-CURVES = (  # title, what is drawn, over what
-    ("reward", "reward", "step"),
-    ("accuracy", "accuracy", "step"),
-    ("length of a response (tokens)", "completions/mean_length", "step"),
-    ("entropy of a token (nats)", "entropy", "step"),
-    ("clipped tokens (%)", "clipped", "step"),
-    ("accuracy over time (minutes)", "accuracy", "minutes"),
-)
-
-
-def read_run(folder):
-    """What to call a run, its steps, and its evaluations as (step, sampled accuracy)."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    steps = experiments.read_lines(folder / "metrics.jsonl")
-    seconds = [sum(step[key] for key in step if key.startswith("seconds/")) for step in steps]
-    for step, time in zip(steps, accumulate(seconds)):
-        step["minutes"] = time / 60
-        clipped = [step.get(f"clip_ratio/{side}_mean", 0) for side in ("low", "high")]
-        step["clipped"] = 100 * sum(clipped)
-    evaluations = [
-        (row["step"], statistics.mean(table[name][0] for table in row["table"].values()))
-        for row in experiments.read_lines(folder / "evaluations.jsonl")
-        for name in next(iter(row["table"].values()))
-        if name.startswith("avg@")
-    ]
-    return f"{config['method']}, seed {config['seed']} ({folder.name})", steps, evaluations
 
 
 def running_mean(values, steps):
@@ -201,27 +39,143 @@ def running_mean(values, steps):
     >>> running_mean([1, 2, 3], 2)
     [1.0, 1.5, 2.5]
     """
-    ends = range(1, len(values) + 1)
-    return [statistics.fmean(values[max(0, end - steps) : end]) for end in ends]
+    return pd.Series(values).rolling(steps, min_periods=1).mean().tolist()
 
 
-def draw(folders, smooth=1):
+def canvas(panels, height=6.5, **options):
+    figure = Figure(figsize=(16, height))
+    return figure, figure.subplots(1, panels, **options)
+
+
+# ---- The laboratory
+
+
+def draw_training(lines):
+    """Accuracy in training, and sampled accuracy on held-out puzzles minus GRPO's.
+
+    The grey band is where the mean of five runs of GRPO itself would lie, 19 times in 20, against
+    that of its ten.
+    """
+    figure, (training, held_out) = canvas(2)
+    runs = {method: [] for method in SHOWN}
+    for line in lines:
+        runs.get(analysis.shown(line["method"]), []).append(line)
+    runs = {method: of_method for method, of_method in runs.items() if of_method}
+    steps = [row["step"] for row in runs["GRPO"][0]["evaluations"]]
+    grpo = np.array([analysis.curve(line, "avg@2") for line in runs["GRPO"]])
+    t = stats.t.ppf(0.975, len(grpo) - 1)
+    margin = t * grpo.std(0, ddof=1) * np.sqrt(1 / 5 + 1 / len(grpo))
+    held_out.fill_between(steps, -margin, margin, color=BAND, linewidth=0)
+    for method, of_method in runs.items():
+        accuracy = np.mean([line["metrics"]["accuracy"] for line in of_method], 0)
+        evaluated = np.mean([analysis.curve(line, "avg@2") for line in of_method], 0)
+        style = {"color": COLORS[method], "label": method}
+        training.plot(range(1, len(accuracy) + 1), running_mean(accuracy, 3), **style)
+        held_out.plot(steps, evaluated - grpo.mean(0), marker="o", **style)
+    training.set(title="In training all learn alike, the reverse later", xlabel="training step")
+    training.set_ylabel("accuracy in training, 3 steps at a time")
+    held_out.set(title="On held-out puzzles none stays above GRPO", xlabel="training step")
+    held_out.set(ylabel="sampled accuracy minus GRPO's", xticks=steps)
+    training.legend()
+    return figure
+
+
+def forest(axis, rows):
+    """Differences with their intervals, a row each: label → (difference, half, p, single runs)."""
+    for place, (difference, half, p, singles) in enumerate(rows.values()):
+        color = "black" if p >= 0.05 else COLORS["high" if difference > 0 else "low"]
+        axis.plot(singles, [place] * len(singles), "o", color="#888888", markersize=5)
+        axis.errorbar(difference, place, xerr=half, fmt="D", color=color, markersize=9, capsize=4)
+    axis.axvline(0, color="black", linewidth=1)
+    axis.set_yticks(range(len(rows)), list(rows))
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+
+
+def draw_effects(lines):
+    """Each method minus GRPO, mean, Dunnett's interval, every run: blue is surely more, orange
+    surely less.
+    """
+    frame = analysis.run_frame(lines)
+    figure, axes = canvas(2, 8, sharey=True)
+    for axis, outcome in zip(axes, ("sampled accuracy", "mean over training")):
+        values = dict(list(frame.groupby("method")[outcome]))
+        found = analysis.effects(frame, analysis.CLAIMS, outcome)
+        singles = {method: values[method] - values["GRPO"].mean() for method, *_ in found}
+        forest(axis, {claim[0]: (*effect, singles[claim[0]]) for claim, effect in found.items()})
+        axis.set_title(f"{outcome} minus GRPO's")
+    figure.suptitle("No method is surely above GRPO")
+    return figure
+
+
+def draw_question(lines, question, title):
+    """The differences of one question, by seed: what is not black is sure, corrected by Holm."""
+    found = analysis.family(analysis.run_frame(lines), analysis.FAMILIES[question])
+    if not found:
+        return None
+    figure, axis = canvas(1, 2 + 0.9 * len(found))
+    names = [" −\n".join(pair).replace(", plain wording", "") for pair in found]
+    forest(axis, {name: (*test, runs) for name, (runs, *test) in zip(names, found.values())})
+    axis.set(title=title, xlabel="difference of accuracy in training, steps 2 to 24")
+    return figure
+
+
+def draw_long(lines, steps=20):
+    """The runs of 200 steps: held-out accuracy and reward in training, means over seeds."""
+    frame = analysis.long_frame(lines)
+    if not len(frame):
+        return None
+    figure, (held_out, training) = canvas(2)
+    for method, runs in frame.groupby("method", sort=False):
+        means = runs.groupby("step")[["reward", "held out"]].mean()
+        style = {"color": COLORS[method], "label": f"{method}, seeds: {runs.seed.nunique()}"}
+        held_out.plot(means["held out"].dropna(), marker="o", **style)
+        reward = means["reward"].dropna()
+        training.plot(reward.index, running_mean(reward, steps), **style)
+    held_out.set(title="Sampled accuracy, held-out puzzles", xlabel="training step")
+    training.set(title=f"Reward in training, {steps} steps at a time", xlabel="training step")
+    held_out.legend()
+    return figure
+
+
+def draw_real_model(lines):
+    """SmolLM2: accuracy in training at three learning rates; dots are runs, lines their means."""
+    frame = analysis.run_frame([line for line in lines if "metrics" in line], {})
+    rates = sorted(frame["learning rate"].unique(), key=float)
+    figure, axis = canvas(1)
+    for number, (method, runs) in enumerate(frame.groupby("method")):
+        places = runs["learning rate"].map(rates.index) + (number - 1.5) / 25
+        values, color = runs[analysis.EARLY], COLORS[method]
+        axis.plot(places, values, "o", color=color, alpha=0.5)
+        axis.plot(*zip(*values.groupby(places).mean().items()), color=color, label=method)
+    axis.set_xticks(range(len(rates)), rates)
+    axis.set(title="Lopti and a plain second pass lead GRPO alike at every learning rate")
+    axis.set(xlabel="learning rate", ylabel="accuracy in training, steps 2 to 12")
+    axis.legend()
+    return figure
+
+
+# ---- Run folders
+
+
+def draw(folders, smooth=1, measure="reward"):
     """The curves of run folders: lines are training batches, markers held-out puzzles."""
-    runs = [read_run(Path(folder)) for folder in folders]
-    figure = Figure(figsize=(16, 9), layout="constrained")
-    for axis, (title, name, over) in zip(figure.subplots(2, 3).flat, CURVES):
-        for number, (label, steps, evaluations) in enumerate(runs):
-            colour, x = COLOURS[number % len(COLOURS)], [step[over] for step in steps]
-            style = {"color": colour, "linestyle": LINES[number % len(LINES)], "label": label}
-            axis.plot(x, running_mean([step[name] for step in steps], smooth), **style)
-            if name == "accuracy":
-                place = {0: 0} | {step["step"]: step[over] for step in steps}
-                dots = [(place[step], value) for step, value in evaluations if step in place]
-                marker = {"marker": MARKERS[number % len(MARKERS)], "color": colour}
-                axis.plot(*zip(*dots), linestyle="", markersize=9, **marker) if dots else None
-        axis.set_title(title)
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure, axes = canvas(2)
+    for folder, color in zip(map(Path, folders), itertools.cycle(COLORS.values())):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        metrics = pd.DataFrame(experiments.read_lines(folder / "metrics.jsonl"))
+        style = {
+            "label": f"{config['method']}, seed {config['seed']} ({folder.name})",
+            "color": color,
+        }
+        for axis, name in zip(axes, (measure, "accuracy")):
+            axis.plot(metrics["step"], running_mean(metrics[name], smooth), **style)
+            axis.set(title=name, xlabel="training step")
+        sampled = f"avg@{config['eval_samples']}" if config["eval_samples"] else "greedy"
+        for row in experiments.read_lines(folder / "evaluations.jsonl"):
+            values = [measures[sampled][0] for measures in row["table"].values()]
+            axes[1].plot(row["step"], np.mean(values), "o", color=color)
+    axes[1].set_title("accuracy; dots: on held-out prompts")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center")
     return figure
 
 
@@ -233,23 +187,25 @@ def main():
     add("folders", nargs="*", type=Path, metavar="runs/NAME", help="run folders")
     add("--output", type=Path, default="plot.png", help="where the picture of run folders goes")
     add("--smooth", type=int, default=1, help="draw running means over so many steps")
+    add("--measure", default="reward", help="what is drawn beside the accuracy")
     args = parser.parse_args()
     if args.folders:
         try:
-            pictures = {args.output: draw(args.folders, args.smooth)}
-        except OSError as error:
+            pictures = {args.output: draw(args.folders, args.smooth, args.measure)}
+        except (OSError, KeyError) as error:
             sys.exit(f"plot.py: {error}")
     else:
-        lines, folder = experiments.read_lines(experiments.RESULTS), experiments.RESULTS.parent
-        real = experiments.read_lines(experiments.REAL_MODEL)
-        pictures = {
-            folder / "training.png": draw_training(lines),
-            folder / "effects.png": draw_effects(lines),
-            folder / "real_model.png": draw_real_model(real),
-        }
+        lines = experiments.read_lines(experiments.RESULTS)
+        real = experiments.read_lines(analysis.REAL_MODEL)
+        pictures = {"training": draw_training(lines), "effects": draw_effects(lines)}
+        pictures |= {"real_model": draw_real_model(real), "long": draw_long(lines)}
+        for question, title in TITLES.items():
+            pictures[question.replace(" ", "_").lower()] = draw_question(lines, question, title)
+        pictures = {analysis.FOLDER / f"{name}.png": drawn for name, drawn in pictures.items()}
     for path, figure in pictures.items():
-        figure.savefig(path)
-        print(f"wrote {path}")
+        if figure:  # there are runs for it
+            figure.savefig(path)
+            print(f"wrote {path}")
 
 
 if __name__ == "__main__":
