@@ -31,6 +31,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from scipy import stats
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,6 +43,7 @@ ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "data" / "tiny"
 sys.path[:0] = [str(ROOT / "data" / folder) for folder in ("make", "lab")]
 
+import analysis
 import experiments
 import golden
 import measures
@@ -558,44 +560,6 @@ def test_our_golden_treatments(case):
     top = lopti.entropy_mask(entropies, mask, case["rho"])
     bottom = lopti.entropy_mask(entropies, mask, 1 - case["rho"], lowest=True)
     assert (top.tolist(), bottom.tolist()) == (case["top_kept"], case["bottom_kept"])
-
-
-def test_the_laboratorys_gradients_against_autograd():
-    """Fig. 1's norms and moves, and the turn by AR, from each response's plain log π."""
-    model, args = random_model(), arguments("--temperature 0.1")
-    rollout, moved = sample(model, group_size=16, temperature=0.1), copy.deepcopy(model)
-    mask, parameters = rollout.mask, list(model.parameters())
-
-    def logprobs(policy):  # (B, T)
-        return pad_sequence([plain_logprobs(policy, row, 0.1) for row in plain_rows(rollout)], True)
-
-    def slope(advantages):
-        loss = -(advantages * logprobs(model)).sum() / mask.sum()
-        return torch.nn.utils.parameters_to_vector(torch.autograd.grad(loss, parameters))
-
-    def first_step(slope):  # of Adam
-        vector = torch.zeros_like(slope, requires_grad=True)
-        vector.grad = slope
-        torch.optim.Adam([vector]).step()
-        return vector.detach()
-
-    rollout.old_logprobs = logprobs(model).detach()
-    pi, rollout.advantages = rollout.old_logprobs.exp(), torch.randn(len(mask), 1) * mask
-    bins = [mask & ((4 * pi).floor().clamp(max=3) == number) for number in range(4)]
-    found = measures.figure_1(model, rollout, args, rate=0.01)
-    norms = [slope(rollout.advantages * tokens).norm().item() for tokens in bins]
-    assert min(norms) > 0 and found["norm"]["bins"] == pytest.approx(norms, rel=1e-4)
-    for name, tokens in (("all", mask), ("lowest", bins[0]), ("highest", bins[3])):
-        moves = -0.01 * slope(rollout.advantages * tokens)
-        torch.nn.utils.vector_to_parameters(weights(model) + moves, moved.parameters())
-        sizes = [(logprobs(moved).exp() - pi)[tokens].abs().mean().item() for tokens in bins]
-        assert found["change"][name]["size_by_bin"] == pytest.approx(sizes, rel=1e-3)
-    plain, cosine = slope(rollout.advantages), torch.nn.CosineSimilarity(0)
-    for alpha, turned in measures.turned(model, rollout, args).items():
-        other = slope((1 - float(alpha) * (1 - pi)) * rollout.advantages)
-        steps = cosine(first_step(plain), first_step(other))
-        expected = [cosine(plain, other), other.norm() / plain.norm(), steps]
-        assert turned == pytest.approx([value.item() for value in expected], abs=1e-4)
 
 
 # ------------------------------------------------------------------------------ the algorithm
@@ -1628,42 +1592,187 @@ def test_remote_code_needs_a_flag(tmp_path, capsys):
     assert not (tmp_path / "ran").exists()
 
 
-# --------------------------------------------------------- laboratory, notebook, documentation
+# ------------------------------------------------------------- laboratory, report, documentation
+
+OUTCOMES = ("avg@2", "reward", "greedy", "cut", "length")
 
 
-def line_of(method, seed, *accuracies):
+def line_of(method, seed, *accuracies, training=(0.0,)):
     """A line of runs.jsonl with these evaluations on 2 people, half of them on 3."""
-    sizes = [{"2": {"avg@2": value}, "3": {"avg@2": value / 2}} for value in accuracies]
-    return {"method": method, "seed": seed, "evaluations": sizes, "metrics": {}}
+    evaluations = [
+        {"step": number, "2": dict.fromkeys(OUTCOMES, x), "3": dict.fromkeys(OUTCOMES, x / 2)}
+        for number, x in enumerate(accuracies)
+    ]
+    metrics = {"accuracy": [0.0, *training], "entropy": [1.0], "reward": [0.0, *training]}
+    return {"method": method, "seed": seed, "evaluations": evaluations, "metrics": metrics}
 
 
 def test_the_laboratorys_statistics():
-    """By hand; the critical value is that of Dunnett's table for 20 degrees of freedom."""
-    pairs = ((1, 0), (2, 0), (3, 0))
-    assert experiments.critical_value((6, 6, 6, 6), pairs, 20) == pytest.approx(2.54, abs=0.02)
-    lines = [line_of("GRPO", seed, 0, 9, 0.4 + seed / 10, 0.4 + seed / 10) for seed in range(3)]
-    lines += [line_of("AR", seed, 0, 9, 0.8 + seed / 10, 0.8 + seed / 10) for seed in range(3)]
-    claim = [("AR beats GRPO", "AR", "GRPO", 1)]
-    difference, half = experiments.compare(lines, claim, "sampled accuracy")["AR beats GRPO"]
-    assert difference == pytest.approx(0.75 * 0.4)
-    student = 2.776 * 0.75 * 0.1 * math.sqrt(2 / 3)  # for 4 degrees of freedom
-    assert half == pytest.approx(student, rel=0.02)
+    """Dunnett's table and blood counts, Holm's correction by hand, scipy on the same numbers."""
+    draw = random.Random(0).gauss
+    groups = {name: [draw(0, 1) for _ in range(6)] for name in "abcd"}
+    variance = statistics.mean(map(statistics.variance, groups.values()))
+    control = groups.pop("d")
+    for name, (difference, half, _) in analysis.against(control, groups).items():
+        assert difference == pytest.approx(statistics.mean(groups[name]) - statistics.mean(control))
+        critical = half / math.sqrt(variance * 2 / 6)
+        assert critical == pytest.approx(2.54, abs=0.01)  # 3 groups, 20 degrees of freedom
+    counts = {"A": [9.76, 8.80, 7.68, 9.36], "B": [12.80, 9.68, 12.16, 9.20, 10.55]}
+    found = analysis.against([7.40, 8.50, 7.20, 8.24, 9.84, 8.32], counts)
+    assert [p for *_, p in found.values()] == pytest.approx([0.620, 0.006], abs=5e-4)
+    (_, half, _), (_, other, _) = analysis.pooled(
+        {**groups, "d": control}, [("a", "d"), ("a", "b")]
+    )
+    assert half == other == pytest.approx(2.086 * math.sqrt(variance * 2 / 6), rel=1e-4)
+    [(difference, half, p)] = analysis.pooled({"a": groups["a"], "d": control}, [("a", "d")])
+    test = stats.ttest_ind(groups["a"], control)
+    expected = (*test.confidence_interval(), test.pvalue)
+    assert (difference - half, difference + half, p) == pytest.approx(expected)
+    corrected = analysis.holm([0.04, 0.01, 0.02, 0.05, 0.03])
+    assert corrected == pytest.approx([0.09, 0.05, 0.08, 0.09, 0.09])
+    pairs = [draw(5, 1) for _ in range(100)], [draw(3, 1) for _ in range(100)]
+    settings = {"paired": True, "vectorized": False, "n_resamples": 2000, "rng": 0}
+    spread = stats.bootstrap(pairs, lambda a, b: a.mean() / b.mean(), **settings)
+    ratio, half = analysis.ratio(*pairs)
+    assert ratio == pytest.approx(statistics.mean(pairs[0]) / statistics.mean(pairs[1]))
+    assert half == pytest.approx(1.98 * spread.standard_error, rel=0.1)
+
+
+def test_the_laboratorys_outcomes_and_families():
+    """Series of seeds are merged, runs paired by seed, the first evaluation left out."""
+    lines = [line_of("GRPO", seed, 9, 0.4, 0.6, 0.8, training=[seed / 8]) for seed in range(3)]
+    lines += [line_of("Lopti", 0, 9, 0.8, training=[0.5])]
+    lines += [line_of("Lopti, seeds 5 to 9", seed, 9, 0.8, training=[0.5]) for seed in (2, 1, 7)]
+    frame = analysis.run_frame(lines)
+    grpo, lopti_runs = (frame[frame.method == name] for name in ("GRPO", "Lopti"))
+    assert grpo["sampled accuracy"].tolist() == pytest.approx([0.75 * 0.7] * 3)
+    assert grpo["mean over training"].tolist() == pytest.approx([0.75 * 0.6] * 3)
+    assert grpo["evaluated at the end"].tolist() == pytest.approx([0.75 * 0.8] * 3)
+    assert len(lopti_runs) == 4 and lopti_runs["sampled accuracy"].eq(0.75 * 0.8).all()
+    pair = ("Lopti", "GRPO")
+    values, mean, half, p = analysis.family(frame, [pair, ("AR", "GRPO")])[pair]
+    assert values.to_dict() == pytest.approx({0: 0.5, 1: 0.375, 2: 0.25})
+    test = stats.ttest_rel([0.5] * 3, [0, 1 / 8, 2 / 8])
+    expected = (*test.confidence_interval(), test.pvalue)
+    assert (mean - half, mean + half, p) == pytest.approx(expected)
+    assert "| more " in analysis.family_table(frame, [pair])
+    assert analysis.family_table(frame, [("AR", "GRPO")]).count("\n") == 1  # partial data
+    long = [line_of(f"{name}, long", 0, 0, 0.5, training=[3.0]) for name in pair]
+    table = analysis.long_table(long, steps=(1,))
+    assert [row.split()[5] for row in table.splitlines()[2:]] == ["0.375"] * 2
 
 
 def test_the_laboratorys_commands_and_tables():
     """lopti.py takes the flags of every run; the tables are those of the runs."""
     for flags in experiments.METHODS.values():
-        flags = re.sub(r"--variant \S+", "", flags.format(plain="model"))
+        flags = re.sub(r"--variant \S+", "", flags.format(plain="model", work="folder"))
         arguments(f"{experiments.SETTINGS} {flags}")
-    page = experiments.PAGE.read_text(encoding="utf-8")
-    assert experiments.with_tables(page, experiments.read_lines(experiments.RESULTS)) == page
-    assert real_model.comparison(experiments.read_lines(experiments.REAL_MODEL)) in page
+    page = analysis.PAGE.read_text(encoding="utf-8")
+    assert analysis.with_tables(page, experiments.read_lines(experiments.RESULTS)) == page
+    assert all(f"<!-- {name} -->" in page for name in analysis.FAMILIES)
 
 
-def test_notebook_is_as_it_runs(monkeypatch):
+def autograd_slope(model, rollout, temperature):
+    """Advantages (B, L) → ∇ of -1/N Σ Â log π, from each response's plain log π."""
+
+    def slope(advantages):
+        logprobs = [plain_logprobs(model, row, temperature) for row in plain_rows(rollout)]
+        loss = -(advantages[rollout.mask] * torch.cat(logprobs)).sum() / rollout.mask.sum()
+        parameters = torch.autograd.grad(loss, list(model.parameters()))
+        return torch.nn.utils.parameters_to_vector(parameters)
+
+    return slope
+
+
+def first_step(slope):
+    """Of Adam, which goes against the slope."""
+    vector = torch.zeros_like(slope, requires_grad=True)
+    vector.grad = slope
+    torch.optim.Adam([vector]).step()
+    return vector.detach()
+
+
+def test_the_laboratorys_gradients_against_autograd():
+    """Fig. 1's norms and moves, and the turn by AR, from each response's plain log π."""
+    model, args = random_model(), arguments("--temperature 0.1")
+    rollout, moved = sample(model, group_size=16, temperature=0.1), copy.deepcopy(model)
+    mask, slope = rollout.mask, autograd_slope(model, rollout, 0.1)
+
+    def probabilities(policy):  # (B, L)
+        values = torch.cat([plain_logprobs(policy, row, 0.1) for row in plain_rows(rollout)])
+        return torch.zeros(mask.shape).masked_scatter(mask, values.detach().exp())
+
+    pi = probabilities(model)
+    rollout.old_logprobs = pi.log().masked_fill(~mask, 0.0)
+    rollout.advantages = torch.randn(len(mask), 1) * mask
+    bins = [mask & ((4 * pi).floor().clamp(max=3) == number) for number in range(4)]
+    found = measures.figure_1(model, rollout, args, rate=0.01)
+    norms = [slope(rollout.advantages * tokens).norm().item() for tokens in bins]
+    assert min(norms) > 0 and found["norm"]["bins"] == pytest.approx(norms, rel=1e-4)
+    for name, tokens in (("all", mask), ("lowest", bins[0]), ("highest", bins[3])):
+        moves = -0.01 * slope(rollout.advantages * tokens)
+        torch.nn.utils.vector_to_parameters(weights(model) + moves, moved.parameters())
+        sizes = [(probabilities(moved) - pi)[tokens].abs().mean().item() for tokens in bins]
+        assert found["change"][name]["size_by_bin"] == pytest.approx(sizes, rel=1e-3)
+    plain, cosine = slope(rollout.advantages), torch.nn.CosineSimilarity(0)
+    for alpha, turned in measures.turned(model, rollout, args).items():
+        other = slope((1 - float(alpha) * (1 - pi)) * rollout.advantages)
+        steps = cosine(first_step(plain), first_step(other))
+        expected = [cosine(plain, other), other.norm() / plain.norm(), steps]
+        assert turned == pytest.approx([value.item() for value in expected], abs=1e-4)
+
+
+def test_the_laboratorys_progress_against_autograd():
+    """A step of unit length along the gradient of the other batches, over GRPO's."""
+    model, args, batches, found = random_model(), arguments("--temperature 0.1"), [], {}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        rollout = sample(model, group_size=8, temperature=0.1)
+        old = lopti.score(model, rollout, 0.1, 2048)
+        rollout.old_logprobs, rollout.advantages = (
+            old.logprobs,
+            torch.randn(len(old.safe), 1) * rollout.mask,
+        )
+        batches.append((rollout, None, old, None))
+    slopes = [autograd_slope(model, rollout, 0.1) for rollout, *_ in batches]
+    plain = [slope(rollout.advantages) for slope, (rollout, *_) in zip(slopes, batches)]
+    unit = lambda vector: vector / vector.norm()
+    for number, (slope, (rollout, *_)) in enumerate(zip(slopes, batches)):
+        pi, advantages = rollout.old_logprobs.exp(), rollout.advantages
+        others = [plain[i] for i in range(3) if i != number]
+        wording = sum(
+            rollout.ids == word for word in TOKENIZER.convert_tokens_to_ids(puzzles.WORDING_WORDS)
+        )
+        stages = [slope(advantages * (pi < 0.5)), slope(advantages * (pi >= 0.5))]
+        methods = {
+            "GRPO": [plain[number]],
+            "AR, α = 0.3": [slope((0.3 * pi + 0.7) * advantages)],
+            "Lopti, stage 2": stages[1:],
+            "Lopti, both stages": stages,
+            "without wording (an oracle)": [slope(advantages * (1 - wording))],
+        }
+        for name, gradients in methods.items():
+            for way, step_of in (
+                ("gradient", torch.clone),
+                ("AdamW", lambda one: -first_step(one)),
+            ):
+                step = unit(sum(unit(step_of(one)) for one in gradients))
+                values = [(step @ other).item() for other in others]
+                found.setdefault((way, name), []).append(statistics.mean(values))
+    result = measures.progress(model, TOKENIZER, batches, args)
+    for (way, name), values in found.items():
+        value, half = result[way][name]
+        expected = statistics.mean(values) / (
+            1 if name == "GRPO" else statistics.mean(found[way, "GRPO"])
+        )
+        assert value == pytest.approx(expected, rel=1e-3) and half > 0
+
+
+def test_report_is_as_it_runs(monkeypatch):
     """Committed with outputs, in order; run with fewer batches: no error, and the same pictures."""
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
+    folder = ROOT / "data" / "lab"
+    book = nbformat.read(folder / "report.ipynb", as_version=4)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     kinds = {output.get("name", output.output_type) for cell in code for output in cell.outputs}
@@ -1671,7 +1780,7 @@ def test_notebook_is_as_it_runs(monkeypatch):
     pictures = lambda cell: sum("image/png" in output.get("data", {}) for output in cell.outputs)
     expected = list(map(pictures, code))
     monkeypatch.setenv("LOPTI_QUICK", "1")  # the kernel inherits it
-    place = {"metadata": {"path": str(ROOT)}}
+    place = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=place).execute()
     assert list(map(pictures, code)) == expected
 
@@ -1694,7 +1803,11 @@ def test_plot_draws_run_folders(finished_run, monkeypatch, tmp_path):
     assert plot.main() in (None, 0) and Path("plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("module", [lopti, rewards, experiments, measures, variants, real_model])
+MODULES = [lopti, rewards, experiments, analysis, measures, plot, variants, real_model]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings(module):
     result = doctest.testmod(module)
-    assert result.attempted > 0 == result.failed
+    assert not result.failed
+    assert result.attempted or module is experiments
