@@ -113,6 +113,7 @@ def read_roles(text, names=None):
 # is not an expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
+MAX_BOX = 10_000  # characters within which a box closes
 MAX_DEPTH = 30  # nested brackets, fractions, roots and exponents
 MAX_BITS = 10_000  # size of an exact fraction; an answer that needs more is compared as text
 
@@ -141,12 +142,13 @@ def extract_boxed(text):
     opening = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))").match(text, max(start, 0))
     if opening is None or opening.group(1):  # \boxed 5 has no braces
         return opening and opening.group(1)
-    depth = 1
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening.end()):
+    # Not to the end of the text: a model that has learnt to repeat "{" would make this slow.
+    depth, end = 1, opening.end() + MAX_BOX
+    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening.end(), end):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)  # \{ and \} do not nest
         if depth == 0:
             return text[opening.end() : brace.start()]
-    return None  # cut off before the closing brace
+    return None  # the closing brace is missing or far away
 
 
 def answers_match(predicted, expected):

@@ -19,7 +19,8 @@ import subprocess
 import sys
 import time
 from ast import literal_eval
-from collections import Counter, defaultdict
+from collections import Counter
+from contextlib import nullcontext, suppress
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,18 +101,14 @@ def random_model(family="Llama", **changes):
 
 
 def random_rollout(model, seed=0, batch=12, prompt=7, response=9):
-    """Random ids of random lengths, padded as `sample` pads them."""
-    generator = torch.Generator().manual_seed(seed)
-    prompt_lengths = torch.randint(2, prompt + 1, (batch, 1), generator=generator)
-    response_lengths = torch.randint(1, response + 1, (batch, 1), generator=generator)
-    prompt_lengths[0], response_lengths[-1] = prompt, response
-    prompt_mask = torch.arange(prompt)[None] >= prompt - prompt_lengths
-    mask = torch.arange(response)[None] < response_lengths
-    shape = (batch, prompt + response)
-    ids = torch.randint(5, model.config.vocab_size, shape, generator=generator)
-    prompt_ids, response_ids = ids[:, :prompt] * prompt_mask, ids[:, prompt:] * mask
-    truncated = torch.zeros(batch, dtype=torch.bool)
-    return lopti.Rollout(prompt_ids, prompt_mask, response_ids, mask, truncated, [""] * batch)
+    """Random ids of random lengths."""
+    rng = random.Random(seed)
+
+    def rows(low, high):
+        lengths = [high, *(rng.randint(low, high) for _ in range(batch - 1))]
+        return [rng.choices(range(5, model.config.vocab_size), k=length) for length in lengths]
+
+    return lopti.pack(rows(2, prompt), rows(1, response)[::-1])
 
 
 def weights(model):
@@ -162,7 +159,7 @@ def check_case(case):
     weight = theory.gradient_weight(new, old, advantages, **settings)
     for stage, tokens in (("joint", mask), ("low_stage", low), ("high_stage", high)):
         expected, logprobs = case[stage], new.clone().requires_grad_()
-        settings["update_mask"] = tokens
+        settings["tokens"] = tokens
         loss, stats = lopti.policy_loss(logprobs, old, advantages, mask, **settings)
         loss.backward()
         assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
@@ -173,7 +170,7 @@ def check_case(case):
             clips = [expected[f"clip_{name}_share"] for name in ("low", "high", "dual")]
             ours = [stats[f"clip_ratio/{name}_mean"] for name in ("low", "high", "dual")]
             assert stats["kl"] == pytest.approx(expected["kl"], abs=1e-9)
-            assert [ours[0] + ours[1], ours[2]] == pytest.approx([clips[0] + clips[1], clips[2]])
+            assert ours == pytest.approx(clips)
 
 
 @pytest.mark.parametrize("case", GOLDEN["cases"])
@@ -222,7 +219,7 @@ def test_loss_by_finite_differences():
     advantages = torch.randn(3, 1, dtype=torch.float64).expand(3, 4)
     low, _ = lopti.split_tokens(old, mask, 0.2)
     assert 0 < low.sum() < mask.sum()
-    settings = {"ref_logprobs": ref, "kl_coef": 0.1, "clip_dual": 1.5, "update_mask": low}
+    settings = {"ref_logprobs": ref, "kl_coef": 0.1, "clip_dual": 1.5, "tokens": low}
 
     def loss(logits):
         return lopti.policy_loss(logprobs_of(logits), old, advantages, mask, **settings)[0]
@@ -259,8 +256,8 @@ MODELS = {  # what models do between ids and logits, and with the end of a seque
 
 def plain_rows(rollout):
     """(prompt, response) of each row, without padding."""
-    rows = zip(rollout.prompt_ids, rollout.prompt_mask, rollout.response_ids, rollout.mask)
-    return [(prompt[seen], response[kept]) for prompt, seen, response, kept in rows]
+    rows = zip(rollout.ids, rollout.mask, rollout.mask.int().argmax(1))
+    return [(ids[:start], ids[mask]) for ids, mask, start in rows]
 
 
 def plain_distribution(model, prompt, response, temperature, min_p=0.0):
@@ -299,12 +296,12 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, min_p):
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
         distribution = plain_distribution(model, prompt, response, temperature, min_p)
         logprobs = distribution.gather(1, response[:, None])[:, 0]
-        safe, length = logprobs > -math.inf, len(response)
+        safe, own = logprobs > -math.inf, rollout.mask[i]
         expected = logprobs.masked_fill(~safe, 0.0)
-        assert torch.equal(scores.safe[i, :length], safe)
-        assert torch.allclose(scores.logprobs[i, :length], expected, atol=2e-5)
-        assert torch.allclose(scores.entropies[i, :length], plain_entropy(distribution), atol=2e-5)
-        total = total + (expected * factors[i, :length])[safe].sum()
+        assert torch.equal(scores.safe[i][own], safe)
+        assert torch.allclose(scores.logprobs[i][own], expected, atol=2e-5)
+        assert torch.allclose(scores.entropies[i][own], plain_entropy(distribution), atol=2e-5)
+        total = total + (expected * factors[i][own])[safe].sum()
         unsafe += int((~safe).sum())
     assert 0 < unsafe < rollout.mask.sum() if min_p else unsafe == 0
     total.backward()
@@ -322,6 +319,7 @@ def test_micro_batches_by_tokens():
 
 # ------------------------------------------------------------------------------ sampling
 
+ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
 PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Lily", "Liam is a knave"]
 
 
@@ -330,39 +328,61 @@ def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, **changes):
     return lopti.sample(model, tokenizer, prompts, **settings)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_sampling_in_stretches_against_generate(name):
-    """Greedy, left-padded, in groups, ended responses leaving: the ids of plain `generate`."""
-    model = random_model(**MODELS[name])
+@pytest.mark.parametrize("name, bfloat16", [*((name, False) for name in MODELS), ("plain", True)])
+def test_sampling_in_stretches_against_generate(name, bfloat16, monkeypatch):
+    """Greedy, left-padded, in groups, ended responses leaving: the ids of plain `generate`.
+
+    The cache holds keys and values in the type of the forward passes.
+    """
+    model, cached, original = random_model(**MODELS[name]), set(), lopti.LayerWithRoom.update
+
+    def recorded(*inputs):
+        states = original(*inputs)
+        cached.update(part.dtype for part in states)
+        return states
+
+    monkeypatch.setattr(lopti.LayerWithRoom, "update", recorded)
     encoded = TOKENIZER(PROMPTS, add_special_tokens=False, padding=True, return_tensors="pt")
     ends = lopti.end_token_ids(model, TOKENIZER)
     settings = {"do_sample": False, "eos_token_id": ends, "pad_token_id": 0, "max_new_tokens": 70}
     settings = transformers.GenerationConfig(**settings)
-    plain = model.generate(**encoded, generation_config=settings)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+        plain = model.generate(**encoded, generation_config=settings)
+        rollout = sample(model, group_size=2, max_new_tokens=70)
+    assert cached == {torch.bfloat16 if bfloat16 else torch.float32}
     plain = plain[:, encoded["input_ids"].shape[1] :].repeat_interleave(2, 0)
-    rollout = sample(model, group_size=2, max_new_tokens=70)
     mask, _ = lopti.response_mask(plain, ends)
-    assert torch.equal(rollout.mask, mask) and torch.equal(rollout.response_ids[mask], plain[mask])
-    assert (rollout.response_ids[~mask] == 0).all()
+    for (prompt, response), ids, own, i in zip(plain_rows(rollout), plain, mask, range(6)):
+        assert torch.equal(response, ids[own]) and TOKENIZER.decode(prompt) == PROMPTS[i // 2]
+    assert (rollout.ids[torch.arange(rollout.ids.shape[1]) >= rollout.lengths[:, None]] == 0).all()
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_padding_and_batches_do_not_change_what_is_sampled(name):
-    model = random_model(**MODELS[name])
+def test_padding_and_batches_do_not_change_what_is_sampled(name, monkeypatch):
+    """Batches of three also where a group is of eight."""
+    model, sizes, original = random_model(**MODELS[name]), [], lopti.generate
+
+    def recorded(model, tokenizer, prompt_ids, prompt_of, settings):
+        sizes.append(len(prompt_of))
+        return original(model, tokenizer, prompt_ids, prompt_of, settings)
+
     one_by_one = [sample(model, [prompt]).texts[0] for prompt in PROMPTS]
-    assert sample(model).texts == sample(model, batch_size=2).texts == one_by_one
+    assert sample(model).texts == one_by_one
+    monkeypatch.setattr(lopti, "generate", recorded)
+    texts = sample(model, group_size=8, batch_size=3).texts
+    assert texts == [text for text in one_by_one for _ in range(8)] and sizes == [3] * 8
 
 
 def test_the_models_generation_settings_do_not_leak():
     """With top_k, a repetition penalty and more in the model's settings: the same samples."""
     model, options = random_model(), {"group_size": 8, "temperature": 1.0}
     torch.manual_seed(5)
-    expected = sample(model, **options).response_ids
+    expected = sample(model, **options).ids
     settings = model.generation_config
     settings.update(do_sample=True, top_k=2, top_p=0.5, temperature=0.01, repetition_penalty=1.8)
     settings.update(min_p=0.5, no_repeat_ngram_size=1, suppress_tokens=list(range(20, 60)))
     torch.manual_seed(5)
-    assert torch.equal(sample(model, **options).response_ids, expected)
+    assert torch.equal(sample(model, **options).ids, expected)
     assert model.generation_config is settings and settings.top_k == 2  # and they are put back
 
 
@@ -372,15 +392,15 @@ def test_samples_come_from_the_scored_distribution(temperature, min_p):
     model, settings = random_model(), {"temperature": temperature, "min_p": min_p}
     torch.manual_seed(0)
     rollout = sample(model, ["Lily said"], group_size=4000, max_new_tokens=1, **settings)
-    assert lopti.score(model, rollout, temperature, 1000, min_p).safe.all()
-    probe = rollout.part([0] * len(TOKENIZER))
-    probe.response_ids = torch.arange(len(TOKENIZER))[:, None]
+    assert lopti.score(model, rollout, temperature, 1000, min_p).safe[rollout.mask].all()
+    (prompt, _), words = plain_rows(rollout)[0], torch.arange(len(TOKENIZER))
+    probe = lopti.pack([prompt.tolist()] * len(words), words[:, None].tolist())
     scores = lopti.token_logprobs(model, probe, temperature, min_p)
-    probabilities = (scores.logprobs.exp() * scores.safe)[:, 0].double()
+    probabilities = (scores.logprobs.exp() * scores.safe)[:, -1].double()
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-4)
     common = probabilities > 0.002
     expected = 4000 * probabilities[common]
-    counts = torch.bincount(rollout.response_ids[:, 0], minlength=len(TOKENIZER))[common]
+    counts = torch.bincount(rollout.ids[:, -1], minlength=len(words))[common]
     statistic, degrees = ((counts - expected) ** 2 / expected).sum(), int(common.sum()) - 1
     assert degrees > 1 and statistic < degrees + 5 * math.sqrt(2 * degrees)
 
@@ -416,9 +436,9 @@ def scored_rollout(model, min_p=0.0):
     return rollout
 
 
-def updated(flags="", stage=None, optimizer=torch.optim.AdamW, rate=1e-3):
+def updated(flags="", stage=None, optimizer=torch.optim.AdamW, rate=1e-3, model=None):
     """The model after one training step on a fixed rollout, and the statistics of each stage."""
-    model, args = random_model(), arguments("--mini-batch-size 4 " + flags)
+    model, args = model or random_model(), arguments("--mini-batch-size 4 " + flags)
     rollout, optimizer = scored_rollout(model, args.min_p), optimizer(model.parameters(), lr=rate)
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
     stages = lopti.update_stages(low, high, rollout.mask, eta=args.eta, update_only=stage)
@@ -487,6 +507,33 @@ def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
     assert torch.isfinite(weights(model)).all()
 
 
+DROPOUT = {  # in their configurations
+    "GPT2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "n_positions": 128},
+    "OPT": {"dropout": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32},
+    "XGLM": {"dropout": 0.5, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2},
+    "BioGpt": {"hidden_dropout_prob": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", DROPOUT)
+def test_gradient_checkpointing_changes_memory_and_nothing_else(family, recwarn):
+    """The same bits by two forward passes of each layer, without dropout or a warning."""
+    results, calls = [], Counter()
+    for flags in ("", "--gradient-checkpointing"):
+        model = random_model(family, **DROPOUT[family])
+        inner = next(module for name, module in model.named_modules() if ".1." in name)
+        count = lambda *_, flags=flags: calls.update([flags] * torch.is_grad_enabled())
+        inner.register_forward_pre_hook(count)
+        results.append(updated(flags, model=model))
+    (plain, plain_stats), (checkpointed, stats) = results
+    assert calls["--gradient-checkpointing"] == 2 * calls[""] > 0
+    assert torch.equal(weights(plain), weights(checkpointed)) and stats == plain_stats
+    with suppress(KeyboardInterrupt), lopti.gradient_checkpointing(checkpointed, arguments(flags)):
+        raise KeyboardInterrupt
+    assert not any("forward" in vars(part) or part.training for part in checkpointed.modules())
+    assert not recwarn.list
+
+
 class Bigrams(torch.nn.Module):  # row i of its table holds the logits after token i
     device, dtype = torch.device("cpu"), torch.float64
 
@@ -507,10 +554,8 @@ def test_golden_rollouts(case):
     """Both stages over two mini-batches: every step's gradient and weights, and the skipped."""
     args = arguments(**{key: case[key] for key in case if key in vars(lopti.parse_arguments([]))})
     policy, reference = Bigrams(case["table"]), Bigrams(case["reference"])
-    responses = [torch.tensor(ids) for ids in case["responses"]]
-    mask = pad_sequence([torch.ones_like(ids) for ids in responses], batch_first=True).bool()
-    prompts, ids = torch.tensor(case["prompts"])[:, None], pad_sequence(responses, batch_first=True)
-    rollout = lopti.Rollout(prompts, prompts >= 0, ids, mask, mask[:, 0], [""] * len(mask))
+    rollout = lopti.pack([[prompt] for prompt in case["prompts"]], case["responses"])
+    mask = rollout.mask
     rollout.old_logprobs = lopti.score(policy, rollout, args.temperature, 2048).logprobs
     rollout.ref_logprobs = lopti.score(reference, rollout, args.temperature, 2048).logprobs
     advantages = lopti.group_advantages(tensor_of(case["rewards"]), args.group_size)[:, None] * mask
@@ -565,9 +610,13 @@ def test_our_golden_treatments(case):
 # ------------------------------------------------------------------------------ the algorithm
 
 
-def vowels_modulo_3(completions, **columns):
-    """A reward that any response can earn."""
-    return [float(sum(text.count(vowel) for vowel in "aeiou") % 3) for text in completions]
+SOLUTIONS = {"Lily": "", "Zoey is a knight": "1", "Liam is a knave or": "22"}  # of three prompts
+
+
+def vowels_modulo_3(completions, solution, **columns):
+    """A reward that any response can earn, and another one after each solution."""
+    counts = [sum(map(text.count, "aeiou")) for text in completions]
+    return [float((count + len(truth)) % 3) for count, truth in zip(counts, solution)]
 
 
 def plain_advantages(values, rows, args):
@@ -610,36 +659,67 @@ def plain_kept(policy, rows, batch, advantages, args):
     return set(entropy) - {place for place in unlikely if entropy[place] < bound}
 
 
-def plain_token_loss(new, old, ref, advantage, args, events):
-    """(policy loss, KL) of one token, Eqs. 1 and 4."""
+def plain_token_terms(new, old, ref, advantage, args):
+    """What one token adds to the statistics of its mini-batch, Eqs. 1 and 4."""
     advantage = (args.alpha * math.exp(old) + 1 - args.alpha) * advantage
-    ratio = (new - old).exp()
+    ratio, difference = (new - old).exp(), (ref - new).clamp(-5, 5)
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
     objective = torch.minimum(ratio * advantage, clipped * advantage)
-    events["low clip"] += int(advantage < 0 and ratio < 1 - args.clip_low)
-    events["high clip"] += int(advantage > 0 and ratio > 1 + args.clip_high)
-    if advantage < 0 and objective < args.clip_dual * advantage:
-        objective = torch.tensor(args.clip_dual * advantage)
-        events["dual clip"] += 1
-    difference = (ref - new).clamp(-5, 5)
-    return -objective, (difference.exp() - difference - 1).clamp(max=10)
+    is_dual = advantage < 0 and objective < args.clip_dual * advantage
+    return {
+        "policy_loss": torch.tensor(-args.clip_dual * advantage) if is_dual else -objective,
+        "kl": (difference.exp() - difference - 1).clamp(max=10) * bool(args.kl_coef),
+        "clip_ratio/low_mean": float(advantage < 0 and ratio < 1 - args.clip_low),
+        "clip_ratio/high_mean": float(advantage > 0 and ratio > 1 + args.clip_high),
+        "clip_ratio/dual_mean": float(is_dual),
+        "ratio_mean": ratio.item(),
+        "updated_share": 1.0,
+    }
 
 
-def plain_training(policy, rollouts, stages, args, events):
-    """Train token by token on what was sampled; yields each rollout's logged policy loss."""
+def plain_batch_metrics(policy, rows, values, old, args):
+    """What metrics.jsonl says of a rollout batch, before its update."""
+    prompts, lengths = ([len(row[part]) for row in rows] for part in (0, 1))
+    groups = [values[start : start + 4] for start in range(0, len(values), 4)]
+    distributions = [plain_distribution(policy, *row, args.temperature, args.min_p) for row in rows]
+    low = [-math.inf < value < math.log(args.eta or 0.5) for row in old for value in row.tolist()]
+    return {
+        "reward": statistics.mean(values),
+        "reward_std": statistics.mean(map(statistics.stdev, groups)),
+        "frac_reward_zero_std": statistics.mean(len(set(group)) == 1 for group in groups),
+        "accuracy": statistics.mean(value >= 1 for value in values),
+        "completions/mean_length": statistics.mean(lengths),
+        "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths),
+        "completions/clipped_ratio": statistics.mean(int(row[1][-1]) not in ENDS for row in rows),
+        "entropy": sum(plain_entropy(each).sum().item() for each in distributions) / sum(lengths),
+        "low_probability_share": statistics.mean(low),
+        "rollout/tokens": sum(lengths),
+        "rollout/tokens_with_prompts": sum(prompts) + sum(lengths),
+        **{f"seconds/{phase}": 1 for phase in ("sampling", "rewarding", "scoring", "updating")},
+    }
+
+
+def plain_training(policy, rollouts, stages, args):
+    """Train token by token on what was sampled; yields each step's metrics and first samples."""
     reference, parameters = copy.deepcopy(policy), list(policy.parameters())
     optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=args.weight_decay)
     logprobs_of = lambda model, row: plain_logprobs(model, row, args.temperature, args.min_p)
-    for rollout in rollouts:
-        rows, losses = plain_rows(rollout), defaultdict(list)
+    for step, rollout in enumerate(rollouts, 1):
+        rows, counts, of_stage = plain_rows(rollout), Counter(), {stage: [] for stage in stages}
+        prompts = [TOKENIZER.decode(prompt) for prompt, _ in rows]
+        texts = [TOKENIZER.decode([x for x in ids.tolist() if x not in ENDS]) for _, ids in rows]
+        solutions = [SOLUTIONS[prompt] for prompt in prompts]
+        values = vowels_modulo_3(texts, solutions)
         with torch.no_grad():
             old, ref = ([logprobs_of(model, row) for row in rows] for model in (policy, reference))
-        advantages = plain_advantages(vowels_modulo_3(rollout.texts), rows, args)
+            metrics = plain_batch_metrics(policy, rows, values, old, args)
+        advantages = plain_advantages(values, rows, args)
         for stage in stages:
             for batch in torch.arange(len(rows)).split(args.mini_batch_size):
+                terms, unsafe = [], 0
                 kept = plain_kept(policy, rows, batch.tolist(), advantages, args)
-                events["masked"] += sum(len(rows[i][1]) for i in batch) - len(kept)
-                terms = []
+                counts["masked_tokens"] += sum(len(rows[i][1]) for i in batch) - len(kept)
                 for i in batch.tolist():
                     new = logprobs_of(policy, rows[i])
                     for t in range(len(new)):
@@ -647,27 +727,41 @@ def plain_training(policy, rollouts, stages, args, events):
                         in_stage = stage == "all" or is_low == (stage == "low")
                         if not in_stage or (i, t) not in kept or old[i][t] == -math.inf:
                             continue
-                        if new[t] == -math.inf:  # has left the safe vocabulary
-                            events["unsafe"] += 1
+                        if not args.kl_coef and advantages[i] == 0:  # a token without a gradient
                             continue
-                        logprobs = new[t], old[i][t], ref[i][t]
-                        terms.append(plain_token_loss(*logprobs, advantages[i], args, events))
-                if not terms:
-                    continue
-                policy_loss, kl = (sum(values) / len(kept) for values in zip(*terms))
-                (policy_loss + args.kl_coef * kl).backward()
-                norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
-                events["norm clip"] += int(norm > args.max_grad_norm)
-                if norm > 0:
+                        if new[t] == -math.inf:  # has left the safe vocabulary
+                            unsafe += 1
+                            continue
+                        terms.append(
+                            plain_token_terms(new[t], old[i][t], ref[i][t], advantages[i], args)
+                        )
+                norm = 0.0
+                if terms:
+                    sums = {key: sum(term[key] for term in terms) / len(kept) for key in terms[0]}
+                    (sums["policy_loss"] + args.kl_coef * sums["kl"]).backward()
+                    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm).item()
+                counts["optimizer_steps" if norm else "skipped_steps"] += 1
+                if norm:
                     optimizer.step()
-                    losses[stage].append(policy_loss.item())
+                    counts["unsafe_tokens"] += unsafe
+                    of_stage[stage].append({**sums, f"grad_norm/{stage}": norm})
                 optimizer.zero_grad()
-        yield sum(statistics.mean(values) for values in losses.values())
+        for steps in of_stage.values():  # the mean over the steps of a stage, the sum over stages
+            for name in steps[0]:
+                mean = statistics.mean(float(sums[name]) for sums in steps)
+                metrics[name] = metrics.get(name, 0.0) + mean
+        for name in ("optimizer_steps", "skipped_steps", "unsafe_tokens", "masked_tokens"):
+            metrics[name] = counts[name]
+        share = counts["masked_tokens"] / (len(stages) * metrics["rollout/tokens"])
+        metrics |= {"step": step, "nonfinite_steps": 0, "masked_share": share}
+        truncated = [int(ids[-1]) not in ENDS for _, ids in rows]
+        columns = zip(prompts, texts, solutions, values, truncated)
+        yield metrics, [(step, *column) for column in columns][:2]
 
 
 OFF_DEFAULT = (
     "--steps 2 --prompts-per-step 3 --group-size 4 --max-new-tokens 6 --temperature 0.7 "
-    "--mini-batch-size 5 --tokens-per-microbatch 60 --learning-rate 2e-2 --weight-decay 0.3 "
+    "--mini-batch-size 5 --tokens-per-microbatch 60 --learning-rate 1e-2 --weight-decay 0.3 "
     "--max-grad-norm 0.4 --clip-low 0.05 --clip-high 0.1 --clip-dual 1.3 --solved-reward 1 "
     f"--reward {__name__}:vowels_modulo_3 --sample-batch-size 8 --save-every 0 --quiet "
 )
@@ -681,14 +775,26 @@ TRAINING = {  # flags: stages
 }
 
 
+def trained(policy, flags, folder):
+    """Train by lopti.py; returns the arguments and the lines of metrics.jsonl."""
+    args = arguments(OFF_DEFAULT + f"{flags} --name run --output {folder}")
+    run, optimizer = lopti.Run(args), lopti.make_optimizer(policy, args)
+    reference, rows = lopti.make_reference(policy, args), [data_row(*x) for x in SOLUTIONS.items()]
+    lopti.train(policy, reference, TOKENIZER, optimizer, rows, rows, run, args)
+    return args, read_jsonl(run.folder / "metrics.jsonl")
+
+
 @pytest.mark.parametrize("flags", TRAINING)
 def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
-    """Two steps of `train` against a loop on the sampled ids that calls nothing of lopti.py."""
-    args = arguments(OFF_DEFAULT + flags, output=str(tmp_path))
-    rollouts, original = [], lopti.sample
+    """Two steps of `train` against a loop on the sampled ids that calls nothing of lopti.py.
+
+    The weights, and every number of metrics.jsonl; the clock adds one at each look.
+    """
+    rollouts, original, clock = [], lopti.sample, itertools.count()
 
     def recorded(*inputs, min_p, **options):  # without min-p: some tokens are not in V_safe
-        assert (min_p, options["temperature"], options["group_size"]) == (args.min_p, 0.7, 4)
+        settings = {"group_size": 4, "temperature": 0.7, "max_new_tokens": 6, "batch_size": 8}
+        assert options == settings and (min_p > 0) == ("min-p" in flags)
         rollouts.append(original(*inputs, **options))
         return rollouts[-1]
 
@@ -701,65 +807,74 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
         return masked
 
     monkeypatch.setattr(lopti, "sample", recorded)
+    monkeypatch.setattr(lopti, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     for name in ("entropy_mask", "stapo_mask"):
         monkeypatch.setattr(lopti, name, rounding(getattr(lopti, name)))
-    policy = random_model(hidden_size=16).double()
+    policy = random_model(hidden_size=16, eos_token_id=ENDS).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
-    start, reference = copy.deepcopy(policy), copy.deepcopy(policy) if args.kl_coef else None
-    rows = [data_row(prompt) for prompt in ("Lily", "Zoey is a knight", "Liam is a knave or")]
-    run, optimizer = lopti.Run(args), lopti.make_optimizer(policy, args)
-    lopti.train(policy, reference, TOKENIZER, optimizer, rows, rows, run, args)
+    start, plain = copy.deepcopy(policy), copy.deepcopy(policy)
+    args, metrics = trained(policy, flags, tmp_path)
     assert rollouts[0].old_logprobs.dtype == policy.dtype  # a policy in float64 is scored in it
-    plain, events = copy.deepcopy(start), Counter()
-    losses = plain_training(plain, rollouts, TRAINING[flags].split(), args, events)
-    metrics = read_jsonl(run.folder / "metrics.jsonl")
-    for rollout, loss, row in zip(rollouts, losses, metrics, strict=True):
-        values = vowels_modulo_3(rollout.texts)
-        assert row["accuracy"] == pytest.approx(statistics.mean(value >= 1 for value in values))
-        equal = [len(set(values[start : start + 4])) == 1 for start in (0, 4, 8)]
-        assert row["frac_reward_zero_std"] == pytest.approx(statistics.mean(equal))
-        assert row["policy_loss"] == pytest.approx(loss, abs=1e-4)  # of all mini-batches
-    assert all(events[name] for name in ("low clip", "high clip", "dual clip", "norm clip"))
-    assert events["unsafe"] or not args.min_p
-    assert events["masked"] or not (args.stapo or args.top_entropy or args.bottom_entropy)
+    expected, samples = zip(*plain_training(plain, rollouts, TRAINING[flags].split(), args))
+    for line, plain_line in zip(metrics, expected, strict=True):
+        assert line == pytest.approx(plain_line, rel=1e-3, abs=1e-4)
+    kept_samples = [tuple(row.values()) for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
+    assert kept_samples == list(itertools.chain(*samples))
+    happens = {name for line in metrics for name, value in line.items() if value}
+    assert all(f"clip_ratio/{name}_mean" in happens for name in ("low", "high", "dual"))
+    assert ("unsafe_tokens" in happens) == (args.min_p > 0)
+    assert ("masked_tokens" in happens) == any(word in flags for word in ("stapo", "entropy"))
+    assert any(
+        line[f"grad_norm/{name}"] > 0.4 for line in metrics for name in TRAINING[flags].split()
+    )
+    assert 0 < metrics[0]["completions/clipped_ratio"] < 1  # responses of several lengths
     moved = (weights(plain) - weights(start)).norm()
     assert moved > 1 and (weights(policy) - weights(plain)).norm() < 1e-3 * moved
 
 
-def test_gradient_checkpointing_changes_memory_and_nothing_else(tmp_path):
-    """The same two steps by two forward passes of each layer; no dropout, the same samples."""
-    results, rows = [], [data_row(prompt) for prompt in PROMPTS]
-    for flags in ("--kl-coef 0 --name without", "--kl-coef 0 --gradient-checkpointing --name with"):
-        policy, calls = random_model(**MODELS["dropout"]), Counter()
-        layer = next(module for name, module in policy.named_modules() if name.endswith(".0.mlp"))
-        count = lambda *_, calls=calls: calls.update([torch.is_grad_enabled()])
-        layer.register_forward_pre_hook(count)
-        args = arguments(OFF_DEFAULT + flags, output=str(tmp_path))
-        run, optimizer = lopti.Run(args), torch.optim.SGD(policy.parameters(), lr=0.1)
-        torch.manual_seed(0)
-        lopti.train(policy, None, TOKENIZER, optimizer, rows, rows, run, args)
-        results.append((weights(policy), calls))
-    (plain, plain_calls), (checkpointed, calls) = results
-    assert calls[True] == 2 * plain_calls[True] > 0 and calls[False] == plain_calls[False]
-    assert torch.allclose(plain, checkpointed, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(plain, weights(random_model(**MODELS["dropout"])))
+def test_every_line_of_metrics_has_the_same_keys(tmp_path, monkeypatch):
+    """Also where all rewards are equal, and nothing is updated: here in the first step."""
+    values = iter([[0.0] * 12, [0.0, 1.0] * 6])
+    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(values))
+    _, (first, second) = trained(random_model(), "--kl-coef 0 --eta 0.003", tmp_path)
+    assert first["optimizer_steps"] == 0 == second["skipped_steps"] < second["optimizer_steps"]
+    assert list(first) == list(second)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
+    """All forward passes are in it, weights and gradients are not; the KL begins at exactly 0."""
+    policy, seen = random_model("Qwen2", tie_word_embeddings=tied), set()
+    for module in policy.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda *call: seen.add(call[2].dtype))
+    original, before = torch.nn.utils.clip_grad_norm_, weights(policy)
+
+    def recorded(parameters, limit):
+        assert gradient(policy).dtype == torch.float32
+        return original(parameters, limit)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    flags = "--dtype bfloat16 --kl-coef 0.1 --steps 1 --mini-batch-size 0 "
+    args, (line,) = trained(policy, flags + "--tokens-per-microbatch 9999", tmp_path)
+    lopti.evaluate(policy, TOKENIZER, [data_row("Lily")], args)
+    assert line["kl"] == 0 < line["grad_norm/all"] and seen == {torch.bfloat16}
+    assert weights(policy).dtype == torch.float32 and not torch.equal(weights(policy), before)
+    kinds = {parameter.dtype for parameter in lopti.make_reference(policy, args).parameters()}
+    assert kinds == {torch.bfloat16, torch.float32}
 
 
 def test_bfloat16_is_for_forward_passes_only():
-    """Log-probabilities near float32's; weights and gradients in float32; π_ref in bfloat16."""
-    exact_model, _ = lopti.load_model(str(TINY), torch.device("cpu"))
-    model, _ = lopti.load_model(str(TINY), torch.device("cpu"), dtype="bfloat16")
-    rollout = random_rollout(model)
-    exact = lopti.token_logprobs(exact_model, rollout, 1.0).logprobs
-    rough = lopti.token_logprobs(model, rollout, 1.0).logprobs
+    """Log-probabilities near float32's; weights and gradients in float32."""
+    model, _ = lopti.load_model(TINY, "cpu")
+    rollout, args = random_rollout(model), arguments("--dtype bfloat16")
+    exact = lopti.token_logprobs(model, rollout, 1.0).logprobs
+    with lopti.mixed_precision(model, args):
+        rough = lopti.token_logprobs(model, rollout, 1.0).logprobs
     rough.sum().backward()
     assert rough.dtype == torch.float32 and not torch.equal(rough, exact)
     assert (rough - exact)[rollout.mask].abs().mean() < 0.1
     assert gradient(model).dtype == weights(model).dtype == torch.float32
-    reference = lopti.make_reference(model, arguments())
-    assert {parameter.dtype for parameter in reference.parameters()} == {torch.bfloat16}
-    buffers = dict(reference.named_buffers())  # rotary frequencies: bfloat16 would falsify them
-    assert buffers and all(torch.equal(buffers[name], own) for name, own in model.named_buffers())
     assert lopti.make_reference(model, arguments("--kl-coef 0")) is None
 
 
@@ -776,27 +891,47 @@ def test_wilson_interval_by_hand():
             assert abs(mean - bound) == pytest.approx(errors, rel=1e-6)
 
 
-def test_evaluation_counts(monkeypatch):
-    """Always 'Zoey' when greedy, every second time by sampling, at a temperature of its own."""
-    names = [("Zoey", "2"), ("Zoey", "2"), ("Liam", "2"), ("Zoey", "3")]
-    rows = [data_row("? <think>", f"(1) {name} is a knight", people) for name, people in names]
-    seen = []
+@pytest.mark.parametrize("place", ["cpu", "cuda:1"])
+def test_evaluation_counts(place, monkeypatch, tmp_path):
+    """Always 'Zoey' when greedy, every second time by sampling, at a temperature of its own.
 
-    def fake_sample(model, tokenizer, prompts, *, group_size, temperature, **options):
-        seen.append((group_size, temperature, options["min_p"], options["max_new_tokens"]))
-        right, number = "</think><answer>(1) Zoey is a knight</answer>", range(group_size)
-        texts = ["no" if temperature and i % 2 else right for _ in prompts for i in number]
-        return lopti.Rollout(None, None, None, torch.ones(len(texts), 5), None, texts)
+    Difficulties are in the order of numbers; the random state is kept of the device that is used.
+    """
+    rows = [("Zoey", "10"), ("Zoey", "10"), ("Liam", "10"), ("Zoey", "2")]
+    rows = [{"problem": f"{i}?", "answer": x, "level": y} for i, (x, y) in enumerate(rows)]
+    path, seen, forked = write_jsonl(tmp_path / "rows.jsonl", rows), [], []
+    right = "\\boxed{Zoey}"
+
+    def fake_sample(model, tokenizer, prompts, **options):
+        seen.append((torch.initial_seed(), *options.values()))
+        each = range(options["group_size"])
+        texts = ["no" if options["temperature"] and i % 2 else right for _ in prompts for i in each]
+        lengths = 2 + torch.arange(len(texts))[:, None] % 2  # 2 and 3 in turn
+        return SimpleNamespace(texts=texts, mask=torch.arange(5) < lengths)
+
+    def fork_rng(devices, device_type):
+        forked.append((devices, device_type))
+        return nullcontext()
 
     monkeypatch.setattr(lopti, "sample", fake_sample)
-    flags = "--eval-samples 4 --eval-temperature 0.6 --min-p 0.01 --max-new-tokens 9"
-    table, answered = lopti.evaluate(None, TOKENIZER, rows, arguments(flags))
+    monkeypatch.setattr(torch.random, "fork_rng", fork_rng)
+    policy = SimpleNamespace(device=torch.device(place))
+    flags = f"--task math --eval-only --data {path} --eval-data {path} --eval-samples 4 --seed 7 "
+    args = arguments(flags + "--eval-temperature 0.6 --min-p 0.01 --max-new-tokens 9")
+    table, answered = lopti.evaluate(policy, TOKENIZER, lopti.load_data(args, TOKENIZER)[1], args)
+    assert seen == [(8, 1, 0, 9, 0.01, 256), (8, 4, 0.6, 9, 0.01, 256)]
+    assert forked == [([] if place == "cpu" else [policy.device], policy.device.type)]
+    assert answered[0][:3] == [(right, 1.0, 2), (right, 1.0, 2), ("no", 0.0, 3)]
+    assert list(table) == ["2", "10"]
+    assert (table["10"]["prompts"], table["10"]["length"]) == (3, pytest.approx(38 / 15))
     measures = ("greedy", "avg@4", "pass@4")
-    assert [table["2"][name][0] for name in measures] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
-    assert [table["3"][name][0] for name in measures] == [1.0, 0.5, 1.0]
-    assert table["2"]["greedy"][1:] == pytest.approx(lopti.wilson_interval(2 / 3, 3))
-    assert table["2"]["prompts"] == 3 and len(answered[0]) == 5
-    assert seen == [(1, 0, 0.01, 9), (4, 0.6, 0.01, 9)]
+    assert [table["10"][name][0] for name in measures] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
+    assert table["10"]["greedy"][1:] == pytest.approx(lopti.wilson_interval(2 / 3, 3))
+    lines = lopti.evaluation_table({"before": table, "after": table}, "level").splitlines()
+    lines = [" ".join(line.split()) for line in lines]
+    assert lines[0] == "level prompts before after"
+    assert lines[4] == "avg@4 2 1 0.50 [0.05, 0.95] 0.50 [0.05, 0.95]"
+    assert lines[6] == "avg@4 mean 0.42 0.42"
 
 
 # ------------------------------------------------------------------- rewards: Knights and Knaves
