@@ -17,6 +17,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from ast import literal_eval
 from collections import Counter
@@ -665,15 +666,15 @@ def plain_token_terms(new, old, ref, advantage, args):
     ratio, difference = (new - old).exp(), (ref - new).clamp(-5, 5)
     clipped = ratio.clamp(1 - args.clip_low, 1 + args.clip_high)
     objective = torch.minimum(ratio * advantage, clipped * advantage)
-    is_dual = advantage < 0 and objective < args.clip_dual * advantage
+    is_dual = (objective < args.clip_dual * advantage) & (advantage < 0)
     return {
         "policy_loss": torch.tensor(-args.clip_dual * advantage) if is_dual else -objective,
         "kl": (difference.exp() - difference - 1).clamp(max=10) * bool(args.kl_coef),
-        "clip_ratio/low_mean": float(advantage < 0 and ratio < 1 - args.clip_low),
-        "clip_ratio/high_mean": float(advantage > 0 and ratio > 1 + args.clip_high),
-        "clip_ratio/dual_mean": float(is_dual),
-        "ratio_mean": ratio.item(),
-        "updated_share": 1.0,
+        "clip_ratio/low_mean": (ratio < 1 - args.clip_low) & (advantage < 0),
+        "clip_ratio/high_mean": (ratio > 1 + args.clip_high) & (advantage > 0),
+        "clip_ratio/dual_mean": is_dual,
+        "ratio_mean": ratio,
+        "updated_share": torch.ones(()),
     }
 
 
@@ -739,16 +740,17 @@ def plain_training(policy, rollouts, stages, args):
                 if terms:
                     sums = {key: sum(term[key] for term in terms) / len(kept) for key in terms[0]}
                     (sums["policy_loss"] + args.kl_coef * sums["kl"]).backward()
-                    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm).item()
+                    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
+                    sums[f"grad_norm/{stage}"] = norm
                 counts["optimizer_steps" if norm else "skipped_steps"] += 1
                 if norm:
                     optimizer.step()
                     counts["unsafe_tokens"] += unsafe
-                    of_stage[stage].append({**sums, f"grad_norm/{stage}": norm})
+                    of_stage[stage].append({name: value.item() for name, value in sums.items()})
                 optimizer.zero_grad()
         for steps in of_stage.values():  # the mean over the steps of a stage, the sum over stages
             for name in steps[0]:
-                mean = statistics.mean(float(sums[name]) for sums in steps)
+                mean = statistics.mean(sums[name] for sums in steps)
                 metrics[name] = metrics.get(name, 0.0) + mean
         for name in ("optimizer_steps", "skipped_steps", "unsafe_tokens", "masked_tokens"):
             metrics[name] = counts[name]
@@ -1030,6 +1032,8 @@ def test_extract_boxed():
         r"\boxed{1}</think> \boxed{2}": "2",
         r"\boxed{1} no: \boxed{2": None,
         r"\boxed{}": "",
+        r"\boxed{%s}" % ("9" * (rewards.MAX_BOX - 1)): "9" * (rewards.MAX_BOX - 1),
+        r"\boxed{%s}" % ("9" * rewards.MAX_BOX): None,  # a million braces are not counted
         "the answer is 5": None,
     }
     for text, content in contents.items():
@@ -1173,12 +1177,10 @@ def test_no_text_raises_or_hangs():
     texts += ["".join(rng.choices(pieces, k=rng.choice((3, 9, 40)))) for _ in range(2000)]
     texts += [piece * (10**6 // len(piece)) for piece in (r"\boxed{", "</think>", "{", " ", "9")]
     for text in texts:
-        start = time.process_time()
         boxed = [rf"\boxed{{{text}}}", text]
         assert rewards.math_reward(boxed, ["17", "3x+(1,2)"]) == [0.0, 0.0], text
         rewards.math_reward(boxed[:1], [text + " "])  # either verdict
         assert rewards.kk_reward([text, f"</think><answer>{text}</answer>"], [TRUTH] * 2)[0] == -3.0
-        assert time.process_time() - start < 1.0, text[:50]
 
 
 # ------------------------------------------------------------------------------ data
@@ -1302,6 +1304,17 @@ def test_a_data_set_with_configurations_and_splits(tmp_path):
     assert [row["question"] for row in rows] == ["quiz 1"] * 2 + ["quiz 2"] * 2
 
 
+def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
+    def batches(size, seed, skip=0):
+        return list(itertools.islice(lopti.prompt_stream(range(10), size, seed, skip), 10 - skip))
+
+    order = list(itertools.chain(*batches(4, 0)))  # of four epochs
+    epochs = [tuple(order[start : start + 10]) for start in range(0, 40, 10)]
+    assert len(set(epochs)) == 4 and all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert batches(4, 0, skip=3) == batches(4, 0)[3:] and batches(4, 0) != batches(4, 1)
+    assert set(Counter(batches(20, 0)[0]).values()) == {2}  # a batch of two epochs
+
+
 def from_the_data(completions, value, prompts, **columns):
     return value
 
@@ -1396,7 +1409,8 @@ def test_presets_hold_the_papers_values_and_explicit_flags_win():
     expected |= {"prompts_per_step": 64, "group_size": 8, "mini_batch_size": 256}
     expected |= {"clip_low": 0.2, "clip_high": 0.24, "clip_dual": 10.0, "kl_coef": 0.001}
     expected |= {"temperature": 0.7, "max_prompt_length": 400, "max_new_tokens": 4096}
-    assert {name: paper[name] for name in expected} == expected and paper["max_grad_norm"] == 1
+    expected |= {"max_grad_norm": 1, "sample_batch_size": 104, "eval_every": 50}
+    assert {name: paper[name] for name in expected} == expected
     for flags in ("--preset kk --temperature 1 --steps 9", "--temperature 1 --steps 9 --preset kk"):
         assert (arguments(flags).temperature, arguments(flags).steps) == (1.0, 9)
     assert arguments("--task math").prompts_per_step == 64
@@ -1444,11 +1458,10 @@ def start(flags, log, encoding="utf-8"):
     return process
 
 
-def wait_for(path, seconds=120):
+def wait_for(path, process):
     """Until a file has a line."""
-    until = time.time() + seconds
     while not (path.exists() and path.read_text()):
-        assert time.time() < until
+        assert process.is_alive()
         time.sleep(0.01)
 
 
@@ -1510,7 +1523,7 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     flags = FLAGS + f"--name killed --output {tmp_path}"
     for _ in range(2 if seed else 0):
         process = start(flags, tmp_path / "log")
-        wait_for(folder / "config.json")
+        wait_for(folder / "config.json", process)
         process.join(rng.uniform(0, 2.5))
         process.kill()
         process.join()
@@ -1521,16 +1534,23 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_it_finishes_the_step_and_saves(finished_run, tmp_path, number):
+def test_asked_to_stop_it_finishes_the_step_and_saves(
+    number, finished_run, tmp_path, monkeypatch, capsys
+):
     folder = tmp_path / "asked"
-    flags = FLAGS + f"--save-every 0 --name asked --output {tmp_path}"
-    process = start(flags, tmp_path / "log")
-    wait_for(folder / "metrics.jsonl")
-    os.kill(process.pid, number)
-    process.join(120)
-    assert process.exitcode == 130 and "--resume" in (tmp_path / "log").read_text()
-    done = len(read_jsonl(folder / "metrics.jsonl"))
-    assert done < 4 and checkpoints(folder) == [f"step-{done:06d}"]
+    original, steps = lopti.group_advantages, iter(range(4))
+
+    def asks(*inputs):
+        if next(steps) == 1:
+            signal.raise_signal(number)
+        return original(*inputs)
+
+    monkeypatch.setattr(lopti, "group_advantages", asks)
+    assert main(FLAGS + f"--save-every 0 --name asked --output {tmp_path}") == 130
+    assert "--resume" in capsys.readouterr().err
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 2
+    assert checkpoints(folder) == ["step-000002"]
+    monkeypatch.undo()
     assert main(f"--resume {folder} --quiet") == 0
     assert_same_run(folder, finished_run)
 
@@ -1593,14 +1613,62 @@ def test_full_disk_leaves_the_last_checkpoint(run_copy, capsys, monkeypatch):
     assert main(f"--resume {run_copy} --steps 5 --quiet") == 0
 
 
-def test_a_run_is_continued_by_one_process_at_a_time(run_copy, tmp_path, capsys):
-    process = start(f"--resume {run_copy} --steps 400 --quiet", tmp_path / "log")
-    while len(read_jsonl(run_copy / "metrics.jsonl")) < 5:
-        process.join(0.05)
-    assert str(run_copy) in refused(capsys, f"--resume {run_copy} --steps 400 --quiet")
-    process.kill()
-    process.join()
-    assert main(f"--resume {run_copy} --steps 7 --quiet") == 0  # a crash unlocks it
+def test_a_run_is_continued_by_one_process_at_a_time(run_copy, capsys):
+    with lopti.Run(arguments(f"--resume {run_copy}")).lock:
+        assert str(run_copy) in refused(capsys, f"--resume {run_copy} --steps 5 --quiet")
+    assert main(f"--resume {run_copy} --steps 5 --quiet") == 0
+
+
+def test_a_run_in_a_thread_and_what_the_seed_seeds(tmp_path, monkeypatch):
+    """Signals are the main thread's. Training has the seed, every evaluation the next."""
+    seeds, codes, original = [], [], lopti.sample
+
+    def recorded(*inputs, **options):
+        seeds.append(torch.initial_seed())
+        return original(*inputs, **options)
+
+    monkeypatch.setattr(lopti, "sample", recorded)
+    flags = FLAGS + f"--steps 1 --seed 5 --output {tmp_path}"
+    thread = threading.Thread(target=lambda: codes.append(main(flags)))
+    thread.start()
+    thread.join()
+    assert codes == [0] and seeds == [6, 6, 5, 6, 6]  # greedy and sampled, before and after
+
+
+@pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
+def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, run_copy, monkeypatch):
+    """The random state of a pretended xpu is restored on an xpu only."""
+    run, model = lopti.Run(arguments(f"--resume {run_copy}")), random_model()
+    policy = SimpleNamespace(device=torch.device("xpu"), load_state_dict=model.load_state_dict)
+    policy.save_pretrained, run.step, restored = model.save_pretrained, 4, []
+    module = SimpleNamespace(get_rng_state=lambda: torch.ones(3), set_rng_state=restored.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    shutil.rmtree(run_copy / "checkpoints")
+    optimizer = lopti.make_optimizer(model, run.args)
+    torch.manual_seed(9)
+    run.save_checkpoint(policy, TOKENIZER, optimizer)
+    expected, policy.device = torch.rand(3), torch.device(kind)
+    run.load_checkpoint(policy, optimizer)
+    assert torch.equal(torch.rand(3), expected)
+    assert [state.tolist() for state in restored] == [[1, 1, 1]] * (kind == "xpu")
+
+
+def test_the_device_that_is_used(monkeypatch):
+    """auto leaves MPS alone; a second GPU becomes the current one, and its memory is logged."""
+    found = lambda **options: torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
+    assert lopti.choose_device("auto") == torch.device("cpu")
+    second, current, timings = torch.device("cuda:1"), [], {}
+    place = SimpleNamespace(device=second, item=int)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros", lambda *size, device: place)
+        assert lopti.choose_device("cuda:1") == second and current == [1]
+    for name in ("reset_peak_memory_stats", "synchronize", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 3 * 2**30)
+    with lopti.timed("scoring", second, timings):
+        pass
+    assert timings["peak_memory_gib/scoring"] == 3
 
 
 def test_another_task_where_no_reward_differs(tmp_path, capsys):
@@ -1624,7 +1692,7 @@ def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
 
 def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
     process = start("--help", tmp_path / "log", encoding="ascii")
-    process.join(60)
+    process.join()
     assert process.exitcode == 0 and "--alpha" in (tmp_path / "log").read_text()
     command = [sys.executable, ROOT / "lopti.py", "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -1665,6 +1733,9 @@ def places(tmp_path_factory, finished_run):
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     os.truncate(folder / "cut" / "model.safetensors", 5000)
     (folder / "weightless" / "model.safetensors").unlink()
+    for family, changes in HYBRIDS.items():
+        random_model(family, **changes).save_pretrained(folder / family)
+        TOKENIZER.save_pretrained(folder / family)
     named = {path.stem: path for path in folder.iterdir()}
     return named | {"run": finished_run, "runs": finished_run.parent}
 
@@ -1672,6 +1743,10 @@ def places(tmp_path_factory, finished_run):
 def exits(completions, **columns):
     sys.exit(0)
 
+
+HYBRIDS = {"Mamba": {}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
+HYBRIDS["Qwen3Next"] = {"num_experts": 2, "num_experts_per_tok": 1, "head_dim": 16}
+HYBRIDS["Qwen3Next"] |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
 
 ERRORS = {  # the flags: what the sentence must name
     "--alpha 1.5": "--alpha",
@@ -1689,7 +1764,13 @@ ERRORS = {  # the flags: what the sentence must name
     "--model {narrow}": "embedding",
     "--model {short}": "--max-new-tokens",
     "--model {stretched}": "--max-new-tokens",  # beyond it π depends on the rest of the batch
+    "--model {Mamba}": "attention",
+    "--model {Lfm2}": "attention",
+    "--model {Qwen3Next}": "attention",
     "--device toaster": "--device",
+    "--device hpu": "--device hpu",
+    "--device meta": "--device meta",
+    "--learning-rate inf": "--learning-rate",
     "--reward nothing_there:f": "nothing_there",
     f"--reward {__name__}:exits": "exits",
     "--output {empty}": "empty.jsonl",
@@ -1707,15 +1788,21 @@ def test_errors_end_in_one_sentence_that_names_what_to_change(flags, places, tmp
     if "--resume" not in flags:  # a small run in another place, where it is not refused
         all_flags = FLAGS + f"--steps 1 --name run --output {tmp_path / 'runs'} " + all_flags
     assert ERRORS[flags] in refused(capsys, all_flags)
+    assert ("exits" in flags) == (tmp_path / "runs").exists()  # all others before training
     assert before == {path: path.read_bytes() for path in places["run"].rglob("*.json*")}
 
 
-def test_out_of_memory_names_what_to_lower(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "place, name", [(lopti, "sample"), (torch.optim.Optimizer, "load_state_dict")]
+)
+def test_out_of_memory_names_what_to_lower(place, name, run_copy, monkeypatch, capsys):
+    """Also where a good checkpoint is read."""
+
     def full(*inputs, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(lopti, "sample", full)
-    assert "--tokens-per-microbatch" in refused(capsys, FLAGS + f"--output {tmp_path}")
+    monkeypatch.setattr(place, name, full)
+    assert "--tokens-per-microbatch" in refused(capsys, f"--resume {run_copy} --steps 6 --quiet")
 
 
 def test_remote_code_needs_a_flag(tmp_path, capsys):
