@@ -81,10 +81,22 @@ def arguments(flags="", **changes):
     return args
 
 
-def data_row(prompt, solution="", difficulty="2"):
+def spy(monkeypatch, place, name, look):
+    """From now on `look` gets the result and the inputs of every call of a function."""
+    original = getattr(place, name)
+
+    def looked_at(*inputs, **options):
+        result = original(*inputs, **options)
+        look(result, *inputs)
+        return result
+
+    monkeypatch.setattr(place, name, looked_at)
+
+
+def data_row(prompt, solution=""):
     """A row as `lopti.load_data` makes them."""
-    row = {"question": prompt, "prompt": prompt, "solution": solution, "difficulty": difficulty}
-    return {**row, "columns": {}}
+    row = {"question": prompt, "prompt": prompt, "solution": solution}
+    return {**row, "difficulty": "2", "columns": {}}
 
 
 def random_model(family="Llama", **changes):
@@ -101,15 +113,15 @@ def random_model(family="Llama", **changes):
     return model.eval()
 
 
-def random_rollout(model, seed=0, batch=12, prompt=7, response=9):
-    """Random ids of random lengths."""
+def random_rollout(model, seed=0):
+    """12 random rows of random lengths."""
     rng = random.Random(seed)
 
     def rows(low, high):
-        lengths = [high, *(rng.randint(low, high) for _ in range(batch - 1))]
+        lengths = [high, *(rng.randint(low, high) for _ in range(11))]
         return [rng.choices(range(5, model.config.vocab_size), k=length) for length in lengths]
 
-    return lopti.pack(rows(2, prompt), rows(1, response)[::-1])
+    return lopti.pack(rows(2, 7), rows(1, 9)[::-1])
 
 
 def weights(model):
@@ -206,40 +218,17 @@ def test_equal_rewards_get_exactly_zero(dtype, reward):
     assert lopti.reinforce_pp_advantages(equal, mask).abs().max() == 0
 
 
-def test_loss_by_finite_differences():
-    """The derivative by the logits, through log-softmax, ratio, clips and KL, in float64."""
-    torch.manual_seed(0)
-    logits, ids = torch.randn(3, 4, 6, dtype=torch.float64), torch.randint(0, 6, (3, 4))
-    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]).bool()
-
-    def logprobs_of(logits):
-        return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-
-    old = logprobs_of(logits + 0.4 * torch.randn_like(logits))
-    ref = logprobs_of(logits + torch.randn_like(logits))
-    advantages = torch.randn(3, 1, dtype=torch.float64).expand(3, 4)
-    low, _ = lopti.split_tokens(old, mask, 0.2)
-    assert 0 < low.sum() < mask.sum()
-    settings = {"ref_logprobs": ref, "kl_coef": 0.1, "clip_dual": 1.5, "tokens": low}
-
-    def loss(logits):
-        return lopti.policy_loss(logprobs_of(logits), old, advantages, mask, **settings)[0]
-
-    assert torch.autograd.gradcheck(loss, logits.requires_grad_(), eps=1e-6, atol=1e-7)
-
-
 def test_logit_gradient_against_autograd_and_the_bounds_of_proposition_4_2():
     torch.manual_seed(0)
-    for vocabulary in (2, 5, 1000):
-        for scale in (0.1, 3.0, 30.0):
-            logits = (torch.randn(200, vocabulary, dtype=torch.float64) * scale).requires_grad_()
-            ids = torch.randint(0, vocabulary, (200,))
-            logprobs = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-            (by_autograd,) = torch.autograd.grad(logprobs.sum(), logits)
-            norms = theory.logit_gradient_norm(logits.detach(), ids)
-            assert torch.allclose(norms, by_autograd.norm(dim=-1), atol=1e-12, rtol=0)
-            lower, upper = theory.logit_gradient_bounds(logprobs.detach().exp(), vocabulary)
-            assert (lower <= norms + 1e-12).all() and (norms <= upper + 1e-12).all()
+    for vocabulary, scale in itertools.product((2, 5, 1000), (0.1, 3.0, 30.0)):
+        logits = (torch.randn(200, vocabulary, dtype=torch.float64) * scale).requires_grad_()
+        ids = torch.randint(0, vocabulary, (200,))
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        (by_autograd,) = torch.autograd.grad(logprobs.sum(), logits)
+        norms = theory.logit_gradient_norm(logits.detach(), ids)
+        assert torch.allclose(norms, by_autograd.norm(dim=-1), atol=1e-12, rtol=0)
+        lower, upper = theory.logit_gradient_bounds(logprobs.detach().exp(), vocabulary)
+        assert (lower <= norms + 1e-12).all() and (norms <= upper + 1e-12).all()
 
 
 # ------------------------------------------------------------------------------ log-probabilities
@@ -335,14 +324,9 @@ def test_sampling_in_stretches_against_generate(name, bfloat16, monkeypatch):
 
     The cache holds keys and values in the type of the forward passes.
     """
-    model, cached, original = random_model(**MODELS[name]), set(), lopti.LayerWithRoom.update
-
-    def recorded(*inputs):
-        states = original(*inputs)
-        cached.update(part.dtype for part in states)
-        return states
-
-    monkeypatch.setattr(lopti.LayerWithRoom, "update", recorded)
+    model, cached = random_model(**MODELS[name]), set()
+    look = lambda states, *inputs: cached.update(part.dtype for part in states)
+    spy(monkeypatch, lopti.LayerWithRoom, "update", look)
     encoded = TOKENIZER(PROMPTS, add_special_tokens=False, padding=True, return_tensors="pt")
     ends = lopti.end_token_ids(model, TOKENIZER)
     settings = {"do_sample": False, "eos_token_id": ends, "pad_token_id": 0, "max_new_tokens": 70}
@@ -361,15 +345,10 @@ def test_sampling_in_stretches_against_generate(name, bfloat16, monkeypatch):
 @pytest.mark.parametrize("name", MODELS)
 def test_padding_and_batches_do_not_change_what_is_sampled(name, monkeypatch):
     """Batches of three also where a group is of eight."""
-    model, sizes, original = random_model(**MODELS[name]), [], lopti.generate
-
-    def recorded(model, tokenizer, prompt_ids, prompt_of, settings):
-        sizes.append(len(prompt_of))
-        return original(model, tokenizer, prompt_ids, prompt_of, settings)
-
+    model, sizes = random_model(**MODELS[name]), []
     one_by_one = [sample(model, [prompt]).texts[0] for prompt in PROMPTS]
     assert sample(model).texts == one_by_one
-    monkeypatch.setattr(lopti, "generate", recorded)
+    spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
     texts = sample(model, group_size=8, batch_size=3).texts
     assert texts == [text for text in one_by_one for _ in range(8)] and sizes == [3] * 8
 
@@ -425,10 +404,10 @@ def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
 ETA = 0.003  # near the median π of random ids under the random model: both groups have members
 
 
-def scored_rollout(model, min_p=0.0):
+def scored_rollout(model):
     """A rollout with log-probabilities and advantages: what one training step hands to `update`."""
     rollout = random_rollout(model)
-    rollout.old_logprobs = lopti.score(model, rollout, 1.0, 60, min_p).logprobs
+    rollout.old_logprobs = lopti.score(model, rollout, 1.0, 60).logprobs
     torch.manual_seed(0)
     advantages = lopti.group_advantages(torch.randn(len(rollout.mask)), 4)
     rollout.advantages = advantages[:, None] * rollout.mask
@@ -437,30 +416,13 @@ def scored_rollout(model, min_p=0.0):
     return rollout
 
 
-def updated(flags="", stage=None, optimizer=torch.optim.AdamW, rate=1e-3, model=None):
+def updated(flags="", family="Llama"):
     """The model after one training step on a fixed rollout, and the statistics of each stage."""
-    model, args = model or random_model(), arguments("--mini-batch-size 4 " + flags)
-    rollout, optimizer = scored_rollout(model, args.min_p), optimizer(model.parameters(), lr=rate)
+    model, args = random_model(family), arguments("--mini-batch-size 4 " + flags)
+    rollout, optimizer = scored_rollout(model), lopti.make_optimizer(model, args)
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
-    stages = lopti.update_stages(low, high, rollout.mask, eta=args.eta, update_only=stage)
+    stages = lopti.update_stages(low, high, rollout.mask, args.eta)
     return model, [lopti.update(model, optimizer, rollout, tokens, args) for _, tokens in stages]
-
-
-@pytest.mark.parametrize("stage", [None, "low"])
-@pytest.mark.parametrize("flags", ["", "--stapo --stapo-tau .01", "--top-entropy .2", "--min-p .1"])
-def test_gradient_does_not_depend_on_the_micro_batch_size(flags, stage):
-    """Nor do the statistics. By SGD at rate 1 the weights move by the gradient."""
-    flags += " --mini-batch-size 0 --max-grad-norm inf --kl-coef 0.1"
-    flags += f" --eta {ETA if stage else 0} --tokens-per-microbatch "
-    results = []
-    for size in (1000, 60, 1):  # all responses at once, five or so, one at a time
-        model, (stats,) = updated(flags + str(size), stage, torch.optim.SGD, rate=1.0)
-        results.append((weights(random_model()) - weights(model), stats))
-    (at_once, stats_at_once), *others = results
-    assert at_once.norm() > 1e-3
-    for in_parts, stats in others:
-        assert (in_parts - at_once).norm() <= 1e-5 * at_once.norm()
-        assert stats == pytest.approx(stats_at_once, rel=1e-4, abs=1e-6)
 
 
 def test_lopti_with_an_empty_group_is_grpo_to_the_last_bit():
@@ -508,28 +470,20 @@ def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
     assert torch.isfinite(weights(model)).all()
 
 
-DROPOUT = {  # in their configurations
-    "GPT2": {"resid_pdrop": 0.5, "embd_pdrop": 0.5, "n_positions": 128},
-    "OPT": {"dropout": 0.5, "ffn_dim": 64, "word_embed_proj_dim": 32},
-    "XGLM": {"dropout": 0.5, "d_model": 32, "ffn_dim": 64, "num_layers": 2, "attention_heads": 2},
-    "BioGpt": {"hidden_dropout_prob": 0.5},
-}
-
-
-@pytest.mark.parametrize("family", DROPOUT)
-def test_gradient_checkpointing_changes_memory_and_nothing_else(family, recwarn):
+@pytest.mark.parametrize("family", ["GPT2", "OPT", "XGLM", "BioGpt"])  # which have dropout
+def test_gradient_checkpointing_changes_memory_and_nothing_else(family, monkeypatch, recwarn):
     """The same bits by two forward passes of each layer, without dropout or a warning."""
-    results, calls = [], Counter()
-    for flags in ("", "--gradient-checkpointing"):
-        model = random_model(family, **DROPOUT[family])
-        inner = next(module for name, module in model.named_modules() if ".1." in name)
-        count = lambda *_, flags=flags: calls.update([flags] * torch.is_grad_enabled())
-        inner.register_forward_pre_hook(count)
-        results.append(updated(flags, model=model))
-    (plain, plain_stats), (checkpointed, stats) = results
-    assert calls["--gradient-checkpointing"] == 2 * calls[""] > 0
-    assert torch.equal(weights(plain), weights(checkpointed)) and stats == plain_stats
-    with suppress(KeyboardInterrupt), lopti.gradient_checkpointing(checkpointed, arguments(flags)):
+    calls, flag = [], "--gradient-checkpointing"
+    look = lambda result, inputs, *_: calls.append(inputs.requires_grad)
+    spy(monkeypatch, torch.nn.functional, "layer_norm", look)
+    (plain, stats), plain_calls = updated("", family), calls.copy()
+    assert {part.training for part in plain.modules()} == {False}
+    calls.clear()
+    checkpointed, same_stats = updated(flag, family)
+    # 3 mini-batches × 2 layers × 2 layer norms
+    assert len(calls) == len(plain_calls) + 12
+    assert torch.equal(weights(plain), weights(checkpointed)) and stats == same_stats
+    with suppress(KeyboardInterrupt), lopti.gradient_checkpointing(checkpointed, arguments(flag)):
         raise KeyboardInterrupt
     assert not any("forward" in vars(part) or part.training for part in checkpointed.modules())
     assert not recwarn.list
@@ -610,7 +564,6 @@ def test_our_golden_treatments(case):
 
 # ------------------------------------------------------------------------------ the algorithm
 
-
 SOLUTIONS = {"Lily": "", "Zoey is a knight": "1", "Liam is a knave or": "22"}  # of three prompts
 
 
@@ -638,8 +591,7 @@ def plain_kept(policy, rows, batch, advantages, args):
     """The places (response, token) of a mini-batch that STAPO or 80/20 keep, by the policy."""
     probability, entropy = {}, {}
     for i in batch:
-        with torch.no_grad():
-            distribution = plain_distribution(policy, *rows[i], args.temperature, args.min_p)
+        distribution = plain_distribution(policy, *rows[i], args.temperature, args.min_p).detach()
         for t, token in enumerate(rows[i][1]):
             probability[i, t] = float(distribution[t, token].exp())
             entropy[i, t] = round(float(plain_entropy(distribution[t])), 9)
@@ -710,7 +662,7 @@ def plain_training(policy, rollouts, stages, args):
         rows, counts, of_stage = plain_rows(rollout), Counter(), {stage: [] for stage in stages}
         prompts = [TOKENIZER.decode(prompt) for prompt, _ in rows]
         texts = [TOKENIZER.decode([x for x in ids.tolist() if x not in ENDS]) for _, ids in rows]
-        solutions = [SOLUTIONS[prompt] for prompt in prompts]
+        solutions = list(map(SOLUTIONS.get, prompts))
         values = vowels_modulo_3(texts, solutions)
         with torch.no_grad():
             old, ref = ([logprobs_of(model, row) for row in rows] for model in (policy, reference))
@@ -726,16 +678,15 @@ def plain_training(policy, rollouts, stages, args):
                     for t in range(len(new)):
                         is_low = old[i][t].exp() < args.eta
                         in_stage = stage == "all" or is_low == (stage == "low")
-                        if not in_stage or (i, t) not in kept or old[i][t] == -math.inf:
-                            continue
-                        if not args.kl_coef and advantages[i] == 0:  # a token without a gradient
+                        idle = advantages[i] == 0 == args.kl_coef  # a token without a gradient
+                        outside = (i, t) not in kept or old[i][t] == -math.inf
+                        if idle or outside or not in_stage:
                             continue
                         if new[t] == -math.inf:  # has left the safe vocabulary
                             unsafe += 1
                             continue
-                        terms.append(
-                            plain_token_terms(new[t], old[i][t], ref[i][t], advantages[i], args)
-                        )
+                        values_of_token = new[t], old[i][t], ref[i][t], advantages[i]
+                        terms.append(plain_token_terms(*values_of_token, args))
                 norm = 0.0
                 if terms:
                     sums = {key: sum(term[key] for term in terms) / len(kept) for key in terms[0]}
@@ -754,8 +705,8 @@ def plain_training(policy, rollouts, stages, args):
                 metrics[name] = metrics.get(name, 0.0) + mean
         for name in ("optimizer_steps", "skipped_steps", "unsafe_tokens", "masked_tokens"):
             metrics[name] = counts[name]
-        share = counts["masked_tokens"] / (len(stages) * metrics["rollout/tokens"])
-        metrics |= {"step": step, "nonfinite_steps": 0, "masked_share": share}
+        metrics |= {"step": step, "nonfinite_steps": 0}
+        metrics["masked_share"] = counts["masked_tokens"] / len(stages) / metrics["rollout/tokens"]
         truncated = [int(ids[-1]) not in ENDS for _, ids in rows]
         columns = zip(prompts, texts, solutions, values, truncated)
         yield metrics, [(step, *column) for column in columns][:2]
@@ -763,7 +714,7 @@ def plain_training(policy, rollouts, stages, args):
 
 OFF_DEFAULT = (
     "--steps 2 --prompts-per-step 3 --group-size 4 --max-new-tokens 6 --temperature 0.7 "
-    "--mini-batch-size 5 --tokens-per-microbatch 60 --learning-rate 1e-2 --weight-decay 0.3 "
+    "--mini-batch-size 5 --tokens-per-microbatch 24 --learning-rate 1e-2 --weight-decay 0.3 "
     "--max-grad-norm 0.4 --clip-low 0.05 --clip-high 0.1 --clip-dual 1.3 --solved-reward 1 "
     f"--reward {__name__}:vowels_modulo_3 --sample-batch-size 8 --save-every 0 --quiet "
 )
@@ -818,17 +769,14 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     args, metrics = trained(policy, flags, tmp_path)
     assert rollouts[0].old_logprobs.dtype == policy.dtype  # a policy in float64 is scored in it
     expected, samples = zip(*plain_training(plain, rollouts, TRAINING[flags].split(), args))
-    for line, plain_line in zip(metrics, expected, strict=True):
-        assert line == pytest.approx(plain_line, rel=1e-3, abs=1e-4)
+    assert metrics == [pytest.approx(line, rel=1e-3, abs=1e-4) for line in expected]
     kept_samples = [tuple(row.values()) for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
     assert kept_samples == list(itertools.chain(*samples))
     happens = {name for line in metrics for name, value in line.items() if value}
     assert all(f"clip_ratio/{name}_mean" in happens for name in ("low", "high", "dual"))
     assert ("unsafe_tokens" in happens) == (args.min_p > 0)
     assert ("masked_tokens" in happens) == any(word in flags for word in ("stapo", "entropy"))
-    assert any(
-        line[f"grad_norm/{name}"] > 0.4 for line in metrics for name in TRAINING[flags].split()
-    )
+    assert max(x for line in metrics for name, x in line.items() if "grad_norm" in name) > 0.4
     assert 0 < metrics[0]["completions/clipped_ratio"] < 1  # responses of several lengths
     moved = (weights(plain) - weights(start)).norm()
     assert moved > 1 and (weights(policy) - weights(plain)).norm() < 1e-3 * moved
@@ -850,34 +798,18 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     for module in policy.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda *call: seen.add(call[2].dtype))
-    original, before = torch.nn.utils.clip_grad_norm_, weights(policy)
-
-    def recorded(parameters, limit):
-        assert gradient(policy).dtype == torch.float32
-        return original(parameters, limit)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", recorded)
+    kept, before = set(), weights(policy)  # of gradients, weights and log-probabilities
+    look = lambda *_: kept.update((gradient(policy).dtype, weights(policy).dtype))
+    spy(monkeypatch, torch.nn.utils, "clip_grad_norm_", look)
+    spy(monkeypatch, lopti, "token_logprobs", lambda scores, *_: kept.add(scores.logprobs.dtype))
     flags = "--dtype bfloat16 --kl-coef 0.1 --steps 1 --mini-batch-size 0 "
     args, (line,) = trained(policy, flags + "--tokens-per-microbatch 9999", tmp_path)
     lopti.evaluate(policy, TOKENIZER, [data_row("Lily")], args)
     assert line["kl"] == 0 < line["grad_norm/all"] and seen == {torch.bfloat16}
-    assert weights(policy).dtype == torch.float32 and not torch.equal(weights(policy), before)
+    assert kept == {torch.float32} and not torch.equal(weights(policy), before)
     kinds = {parameter.dtype for parameter in lopti.make_reference(policy, args).parameters()}
     assert kinds == {torch.bfloat16, torch.float32}
-
-
-def test_bfloat16_is_for_forward_passes_only():
-    """Log-probabilities near float32's; weights and gradients in float32."""
-    model, _ = lopti.load_model(TINY, "cpu")
-    rollout, args = random_rollout(model), arguments("--dtype bfloat16")
-    exact = lopti.token_logprobs(model, rollout, 1.0).logprobs
-    with lopti.mixed_precision(model, args):
-        rough = lopti.token_logprobs(model, rollout, 1.0).logprobs
-    rough.sum().backward()
-    assert rough.dtype == torch.float32 and not torch.equal(rough, exact)
-    assert (rough - exact)[rollout.mask].abs().mean() < 0.1
-    assert gradient(model).dtype == weights(model).dtype == torch.float32
-    assert lopti.make_reference(model, arguments("--kl-coef 0")) is None
+    assert lopti.make_reference(policy, arguments("--kl-coef 0")) is None
 
 
 # ------------------------------------------------------------------------------ evaluation
@@ -895,24 +827,22 @@ def test_wilson_interval_by_hand():
 
 @pytest.mark.parametrize("place", ["cpu", "cuda:1"])
 def test_evaluation_counts(place, monkeypatch, tmp_path):
-    """Always 'Zoey' when greedy, every second time by sampling, at a temperature of its own.
+    """Always '7' when greedy, every second time by sampling, at a temperature of its own.
 
     Difficulties are in the order of numbers; the random state is kept of the device that is used.
     """
-    rows = [("Zoey", "10"), ("Zoey", "10"), ("Liam", "10"), ("Zoey", "2")]
+    rows = [("7", "10"), ("7", "10"), ("8", "10"), ("7", "2")]
     rows = [{"problem": f"{i}?", "answer": x, "level": y} for i, (x, y) in enumerate(rows)]
     path, seen, forked = write_jsonl(tmp_path / "rows.jsonl", rows), [], []
-    right = "\\boxed{Zoey}"
 
-    def fake_sample(model, tokenizer, prompts, **options):
-        seen.append((torch.initial_seed(), *options.values()))
-        each = range(options["group_size"])
-        texts = ["no" if options["temperature"] and i % 2 else right for _ in prompts for i in each]
-        lengths = 2 + torch.arange(len(texts))[:, None] % 2  # 2 and 3 in turn
-        return SimpleNamespace(texts=texts, mask=torch.arange(5) < lengths)
+    def fake_sample(model, tokenizer, prompts, *, group_size, temperature, **options):
+        seen.append((torch.initial_seed(), group_size, temperature, *options.values()))
+        number = torch.arange(len(prompts) * group_size)
+        texts = ["no" if temperature and i % 2 else r"\boxed{7}" for i in number]
+        return SimpleNamespace(texts=texts, mask=torch.arange(5) < 2 + number[:, None] % 2)
 
     def fork_rng(devices, device_type):
-        forked.append((devices, device_type))
+        forked.extend([devices, device_type])
         return nullcontext()
 
     monkeypatch.setattr(lopti, "sample", fake_sample)
@@ -922,18 +852,23 @@ def test_evaluation_counts(place, monkeypatch, tmp_path):
     args = arguments(flags + "--eval-temperature 0.6 --min-p 0.01 --max-new-tokens 9")
     table, answered = lopti.evaluate(policy, TOKENIZER, lopti.load_data(args, TOKENIZER)[1], args)
     assert seen == [(8, 1, 0, 9, 0.01, 256), (8, 4, 0.6, 9, 0.01, 256)]
-    assert forked == [([] if place == "cpu" else [policy.device], policy.device.type)]
-    assert answered[0][:3] == [(right, 1.0, 2), (right, 1.0, 2), ("no", 0.0, 3)]
-    assert list(table) == ["2", "10"]
-    assert (table["10"]["prompts"], table["10"]["length"]) == (3, pytest.approx(38 / 15))
-    measures = ("greedy", "avg@4", "pass@4")
-    assert [table["10"][name][0] for name in measures] == pytest.approx([2 / 3, 1 / 3, 2 / 3])
-    assert table["10"]["greedy"][1:] == pytest.approx(lopti.wilson_interval(2 / 3, 3))
+    assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
+    assert answered[0][1:3] == [(r"\boxed{7}", 1.0, 2), ("no", 0.0, 3)]
+    lengths = [(row["prompts"], row["length"]) for row in table.values()]
+    assert lengths == [(1, pytest.approx(12 / 5)), (3, pytest.approx(38 / 15))]
     lines = lopti.evaluation_table({"before": table, "after": table}, "level").splitlines()
-    lines = [" ".join(line.split()) for line in lines]
-    assert lines[0] == "level prompts before after"
-    assert lines[4] == "avg@4 2 1 0.50 [0.05, 0.95] 0.50 [0.05, 0.95]"
-    assert lines[6] == "avg@4 mean 0.42 0.42"
+    assert [re.sub(" +", " ", line).strip() for line in lines] == [
+        "level prompts before after",
+        "greedy 2 1 1.00 [0.21, 1.00] 1.00 [0.21, 1.00]",
+        "greedy 10 3 0.67 [0.21, 0.94] 0.67 [0.21, 0.94]",
+        "greedy mean 0.83 0.83",
+        "avg@4 2 1 0.50 [0.05, 0.95] 0.50 [0.05, 0.95]",
+        "avg@4 10 3 0.33 [0.06, 0.79] 0.33 [0.06, 0.79]",
+        "avg@4 mean 0.42 0.42",
+        "pass@4 2 1 1.00 [0.21, 1.00] 1.00 [0.21, 1.00]",
+        "pass@4 10 3 0.67 [0.21, 0.94] 0.67 [0.21, 0.94]",
+        "pass@4 mean 0.83 0.83",
+    ]
 
 
 # ------------------------------------------------------------------- rewards: Knights and Knaves
@@ -1148,9 +1083,10 @@ def test_every_form_of_a_number_is_accepted_and_no_sum_or_product():
         assert not any(rewards.answers_match(form, str(value)) for form in work), work
 
 
-@pytest.mark.parametrize("name", ["math_train", "math_test"])
-def test_copying_the_problem_is_not_answering_it(name):
-    rows = read_jsonl(ROOT / "data" / f"{name}.jsonl")
+def test_copying_the_problem_is_not_answering_it():
+    rows = [row for use in ("train", "test") for row in read_jsonl(ROOT / f"data/math_{use}.jsonl")]
+    assert len({row["problem"] for row in rows}) == len(rows)  # training and evaluation disjoint
+    check_vocabulary([row[key] for row in rows for key in ("problem", "answer")])
     answers = [row["answer"] for row in rows]
     copies = [row["problem"].removeprefix("What is ").removesuffix("?") for row in rows]
     assert all(rewards.answers_match(answer, answer) for answer in answers)
@@ -1391,12 +1327,6 @@ def test_worked_solutions_are_right():
         assert rewards.kk_reward([text], [puzzle["solution_text_format"]]) == [3.0]
 
 
-def test_math_problems_are_disjoint_and_in_our_vocabulary():
-    train, test = (read_jsonl(ROOT / f"data/math_{use}.jsonl") for use in ("train", "test"))
-    assert not {row["problem"] for row in train} & {row["problem"] for row in test}
-    check_vocabulary([row[key] for row in train + test for key in ("problem", "answer")])
-
-
 # ------------------------------------------------------------------------------ arguments
 
 
@@ -1503,13 +1433,8 @@ def run_copy(finished_run, tmp_path):
 def test_what_a_run_leaves_behind(finished_run):
     steps = read_jsonl(finished_run / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    names = "reward reward_std accuracy entropy kl ratio_mean updated_share low_probability_share "
-    names += "completions/mean_length clip_ratio/low_mean grad_norm/low seconds/sampling"
-    assert all(math.isfinite(row[name]) for row in steps for name in names.split())
     config = json.loads((finished_run / "config.json").read_text(encoding="utf-8"))
     assert config["alpha"] == 0.3 and config["method"] == "GRPO + AR (α=0.3) + Lopti (η=0.5)"
-    sample = read_jsonl(finished_run / "samples.jsonl")[0]
-    assert {"step", "prompt", "response", "solution", "reward", "truncated"} <= set(sample)
     assert [row["step"] for row in read_jsonl(finished_run / "evaluations.jsonl")] == [0, 2, 4]
     assert checkpoints(finished_run) == ["step-000003", "step-000004"]
     trained, _ = lopti.load_model(finished_run / "final", "cpu")
@@ -1533,38 +1458,27 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     assert_same_run(folder, finished_run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number, times", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)]
+)
 def test_asked_to_stop_it_finishes_the_step_and_saves(
-    number, finished_run, tmp_path, monkeypatch, capsys
+    number, times, finished_run, tmp_path, monkeypatch, capsys
 ):
-    folder = tmp_path / "asked"
-    original, steps = lopti.group_advantages, iter(range(4))
+    """In the second step; asked twice, it stops at once."""
+    folder, steps = tmp_path / "asked", iter(range(4))
 
-    def asks(*inputs):
-        if next(steps) == 1:
+    def ask(*_):
+        for _ in range(times if next(steps) == 1 else 0):
             signal.raise_signal(number)
-        return original(*inputs)
 
-    monkeypatch.setattr(lopti, "group_advantages", asks)
+    spy(monkeypatch, lopti, "group_advantages", ask)
     assert main(FLAGS + f"--save-every 0 --name asked --output {tmp_path}") == 130
     assert "--resume" in capsys.readouterr().err
-    assert len(read_jsonl(folder / "metrics.jsonl")) == 2
-    assert checkpoints(folder) == ["step-000002"]
+    assert len(read_jsonl(folder / "metrics.jsonl")) == 3 - times
+    assert checkpoints(folder) == ["step-000002"] * (times == 1)
     monkeypatch.undo()
     assert main(f"--resume {folder} --quiet") == 0
     assert_same_run(folder, finished_run)
-
-
-def asks_twice_in_training(completions, **columns):
-    for _ in completions[1:3]:  # in evaluation there is one completion
-        signal.raise_signal(signal.SIGINT)
-    return [0.0] * len(completions)
-
-
-def test_asked_twice_it_stops_at_once(tmp_path, capsys):
-    flags = f"--name twice --output {tmp_path} --reward {__name__}:asks_twice_in_training"
-    assert main(FLAGS + flags) == 130 and "finishing this step" in capsys.readouterr().err
-    assert not (tmp_path / "twice" / "metrics.jsonl").exists()
 
 
 def test_more_steps_with_resume(finished_run, tmp_path):
@@ -1621,13 +1535,8 @@ def test_a_run_is_continued_by_one_process_at_a_time(run_copy, capsys):
 
 def test_a_run_in_a_thread_and_what_the_seed_seeds(tmp_path, monkeypatch):
     """Signals are the main thread's. Training has the seed, every evaluation the next."""
-    seeds, codes, original = [], [], lopti.sample
-
-    def recorded(*inputs, **options):
-        seeds.append(torch.initial_seed())
-        return original(*inputs, **options)
-
-    monkeypatch.setattr(lopti, "sample", recorded)
+    seeds, codes = [], []
+    spy(monkeypatch, lopti, "sample", lambda *_: seeds.append(torch.initial_seed()))
     flags = FLAGS + f"--steps 1 --seed 5 --output {tmp_path}"
     thread = threading.Thread(target=lambda: codes.append(main(flags)))
     thread.start()
@@ -1703,11 +1612,6 @@ def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
 # -------------------------------------------------------------------- errors that a user will make
 
 
-def edit(path, **changes):
-    """Change a file of JSON."""
-    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}))
-
-
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
@@ -1723,11 +1627,14 @@ def places(tmp_path_factory, finished_run):
         "short": {"max_position_embeddings": 64},
         "narrow": {"vocab_size": 90},
         "stretched": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9, "factor": 4}},
+        "own": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
     } | {"cut": {}, "weightless": {}}
+    changes["stretched"]["max_position_embeddings"] = 64
     for name, changed in changes.items():
         shutil.copytree(TINY, folder / name)
-        edit(folder / name / "config.json", **changed)
-    edit(folder / "stretched" / "config.json", max_position_embeddings=64)
+        config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+        (folder / name / "config.json").write_text(json.dumps({**config, **changed}))
+    (folder / "own" / "mine.py").write_text("1 / 0  # code of its own, which is not run")
     tensors = load_file(TINY / "model.safetensors")
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
@@ -1762,6 +1669,7 @@ ERRORS = {  # the flags: what the sentence must name
     "--model {cut}": "cut",
     "--model {mistyped}": "mistyped",
     "--model {narrow}": "embedding",
+    "--model {own}": "trust_remote_code",
     "--model {short}": "--max-new-tokens",
     "--model {stretched}": "--max-new-tokens",  # beyond it π depends on the rest of the batch
     "--model {Mamba}": "attention",
