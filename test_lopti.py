@@ -35,7 +35,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 from scipy import stats
 from tokenizers.processors import TemplateProcessing
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lopti
@@ -53,6 +52,7 @@ import plot
 import puzzles
 import real_model
 import theory
+import tokens as pages
 import variants
 
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
@@ -1713,13 +1713,94 @@ def test_out_of_memory_names_what_to_lower(place, name, run_copy, monkeypatch, c
     assert "--tokens-per-microbatch" in refused(capsys, f"--resume {run_copy} --steps 6 --quiet")
 
 
-def test_remote_code_needs_a_flag(tmp_path, capsys):
-    folder = Path(shutil.copytree(TINY, tmp_path / "own"))
-    code = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}
-    edit(folder / "config.json", model_type="mine", auto_map=code)
-    (folder / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert str(folder) in refused(capsys, f"--model {folder} --eval-only")
-    assert not (tmp_path / "ran").exists()
+# ------------------------------------------------------------------------------ the token page
+
+PAGE_FLAGS = "--people 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
+
+
+def held(path):
+    """The data that a page holds."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+@pytest.fixture(scope="module")
+def token_page(tmp_path_factory):
+    """The page of a small batch, and the rollout that it was made of."""
+    path, original, batches = tmp_path_factory.mktemp("page") / "tokens.html", measures.collect, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measures, "collect", lambda *x: batches.append(original(*x)) or batches[-1])
+        assert pages.main([*PAGE_FLAGS.split(), "--out", str(path)]) == 0
+    return path, batches[0]
+
+
+def test_the_token_pages_numbers(token_page):
+    """Each by hand from the plain distribution; the change of log π from an update of our own."""
+    path, (rollout, values, _, _) = token_page
+    policy, trained = (lopti.load_model(TINY, "cpu")[0] for _ in range(2))
+    args, pair = arguments("--mini-batch-size 0"), pages.best_and_worst(values, 4, 1)[0]
+    assert values[pair[0]] == values[:4].max() or values[pair[0]] == values[4:].max()
+    lopti.update(trained, lopti.make_optimizer(trained, args), rollout, rollout.mask, args)
+    for index, answer in zip(pair, held(path)["prompts"][0]["answers"]):
+        (prompt, ids), numbers = plain_rows(rollout)[index], answer["tokens"]
+        pi = plain_distribution(policy, prompt, ids, 1.0).detach().exp()  # (T, V)
+        chosen, advantage = pi.gather(1, ids[:, None])[:, 0], rollout.advantages[index].sum()
+        slope = torch.nn.functional.one_hot(ids, len(TOKENIZER)) - pi  # of log π by the logits
+        expected = {
+            "pi": chosen,
+            "entropy": plain_entropy(pi.log()),
+            "gradient": (advantage / len(ids)).abs() * slope.norm(dim=1),
+            "ar": 0.3 * chosen + 0.7,
+            "low": (chosen < 0.5).float(),
+            "grpo_all": plain_logprobs(trained, (prompt, ids), 1.0).detach() - chosen.log(),
+        }
+        for name, wanted in expected.items():
+            assert numbers[name] == pytest.approx(wanted.tolist(), rel=1e-3, abs=2e-5), name
+        assert "".join(answer["texts"]) == TOKENIZER.decode(ids)
+        likeliest = [[name for name, *_ in top[:5]] for top in answer["likeliest"]]
+        assert likeliest == [TOKENIZER.batch_decode(top[:, None]) for top in pi.topk(5).indices]
+
+
+def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
+    """HTML in a prompt and a solution, no chat template, a truncated answer of one token."""
+    html = "</script><b>&amp; <!--"
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"problem": html, "answer": html}])
+    folder = Path(shutil.copytree(TINY, tmp_path / "base"))
+    (folder / "chat_template.jinja").unlink()
+    flags = f"--task math --data {data} --model {folder} --max-new-tokens 1 --group-size 2"
+    assert pages.main([*flags.split(), "--out", str(tmp_path / "page.html")]) == 0
+    (prompt,) = held(tmp_path / "page.html")["prompts"]
+    assert html in prompt["text"] and prompt["solution"] == html
+    assert [len(answer["texts"]) for answer in prompt["answers"]] == [1, 1]
+    assert pages.main(["--model", str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err.startswith("tokens.py: cannot load the model")
+
+
+def test_the_token_page_in_a_browser(token_page):
+    """The selector changes the colours; focus and arrow keys show the numbers of the rollout."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium and chromium")
+    if not shutil.which("chromedriver"):
+        pytest.skip("needs chromium and its driver")
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-sync"):
+        options.add_argument(flag)
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    browser = webdriver.Chrome(options=options, service=service)
+    try:
+        browser.get(f"file://{token_page[0]}")
+        first = browser.find_element("css selector", "main .token")
+        color = first.value_of_css_property("background-color")
+        numbers = held(token_page[0])["prompts"][0]["answers"][0]["tokens"]
+        browser.execute_script("arguments[0].focus()", first)
+        first.send_keys("\ue014")  # the right arrow: to the second token
+        panel = browser.find_element("id", "panel").text
+        assert "Token 2 of" in panel and f"π, probability {numbers['pi'][1]:.3g}"[:20] in panel
+        browser.find_element("css selector", "option[value=grpo_all]").click()
+        assert first.value_of_css_property("background-color") != color
+        change = f"{numbers['grpo_all'][1]:+.4f}".replace("-", "−")
+        assert change in browser.find_element("id", "panel").text
+    finally:
+        browser.quit()
 
 
 # ------------------------------------------------------------- laboratory, report, documentation
