@@ -377,15 +377,18 @@ def real_model_table(lines):
 
 
 def progress_table(lines, way):
-    """How far a step of unit length goes, over GRPO's: a row for each method; the replication."""
+    """How far a step goes over GRPO's, in two sets of batches, where GRPO's is surely above 0."""
     rows = [("method", *(line["setting"] for line in lines))]
-    names = dict.fromkeys(name for line in lines for name in line["first"][way] if name != "GRPO")
-    for name in names:
-        pairs = [[line[part][way].get(name) for part in ("first", "again")] for line in lines]
-        texts = [
-            " · ".join(f"{x:.2f} ± {half:.2f}" for x, half in pair if pair[0]) for pair in pairs
-        ]
-        rows.append((name, *texts))
+    for name in dict.fromkeys(["GRPO", *(name for line in lines for name in line["first"][way])]):
+        row = ["GRPO itself, × 1000" if name == "GRPO" else name]
+        for line in lines:
+            sets = [line[part][way] for part in ("first", "again")]
+            scale, digits = (1000, 1) if name == "GRPO" else (1, 2)
+            known = name == "GRPO" or all(one["GRPO"][0] > one["GRPO"][1] for one in sets)
+            pairs = [one[name] for one in sets if known and name in one]
+            texts = [f"{scale * x:.{digits}f} ± {scale * half:.{digits}f}" for x, half in pairs]
+            row.append(" · ".join(texts))
+        rows.append(row)
     return markdown(rows)
 
 

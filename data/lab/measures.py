@@ -206,7 +206,7 @@ def progress_line(setting, flags, count):
     policy, tokenizer = lopti.load_model(args.model, lopti.choose_device(args.device))
     rows, _ = lopti.load_data(args, tokenizer)
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
-    rng, line = random.Random(0), {"setting": setting, "flags": flags, "batches": count}
+    rng, line = random.Random(0), {"setting": setting, "batches": count}
     for part in ("first", "again"):
         batches = []
         while len(batches) < count:
