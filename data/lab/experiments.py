@@ -253,14 +253,9 @@ def main():
             folder.mkdir(parents=True, exist_ok=True)
             subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, check=True)
     if args.list:
-        for entry in todo:
-            print(shlex.join(command_of(*entry, args)[1]))
-        return
-    runs = []
-    for method, seed in todo:
-        folder, command = command_of(method, seed, args)
-        runs.append((folder, command, partial(result_line, method, seed), args.results))
-    run_all(runs, args.jobs)
+        return print("\n".join(shlex.join(command_of(*entry, args)[1]) for entry in todo))
+    lines = [(partial(result_line, *entry), args.results) for entry in todo]
+    run_all([command_of(*entry, args) + line for entry, line in zip(todo, lines)], args.jobs)
 
 
 if __name__ == "__main__":

