@@ -6,9 +6,11 @@ import re
 import statistics
 from pathlib import Path
 
+import analysis
 import matplotlib.pyplot as plt
 import pandas
 import torch
+from experiments import TWO
 from IPython.display import Code
 from matplotlib.colors import LinearSegmentedColormap
 from style import COLORS
@@ -16,17 +18,18 @@ from theory import logit_gradient_bounds, logit_gradient_norm
 
 import lopti
 
-RUNS, SMOLLM2 = (
-    Path(__file__).resolve().parent / "results" / file
-    for file in ("runs.jsonl", "real_model_figures.jsonl")
-)
+RESULTS = Path(__file__).resolve().parent / "results"
 # From unlikely to likely, in the two colours of the whole project.
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
 BINS = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
 
 
-def read_lines(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+def from_page(file):
+    """The tokens of the best answer on a token page, and their π."""
+    text = (RESULTS / file).read_text(encoding="utf-8")
+    held = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+    answer = held["prompts"][0]["answers"][0]
+    return answer["texts"], answer["tokens"]["pi"]
 
 
 def source(*functions):
@@ -171,16 +174,12 @@ def clip_cases(clip_low=0.2, clip_high=0.24, clip_dual=10.0):
         axis.legend()
 
 
-def of_method(runs, method):
-    """The runs of a method, with those that were made later on new seeds."""
-    return [run for run in runs if run["method"].removesuffix(", seeds 5 to 9") == method]
-
-
 def training_curves(runs, methods, title):
     """Accuracy in training by step, mean over seeds, smoothed over three steps."""
     _, axis = plt.subplots(figsize=(12, 5.5))
     for method in methods:
-        curves = [run["metrics"]["accuracy"] for run in of_method(runs, method)]
+        named = [run for run in runs if analysis.shown(run["method"]) == method]
+        curves = [run["metrics"]["accuracy"] for run in named]
         mean = [statistics.mean(values) for values in zip(*curves)]
         smooth = [statistics.mean(mean[max(0, i - 1) : i + 2]) for i in range(len(mean))]
         steps = range(1, len(mean) + 1)
@@ -190,26 +189,17 @@ def training_curves(runs, methods, title):
     axis.legend(loc="lower right")
 
 
-def spread(values):
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
-
-
 def results(runs):
     """The paper's accuracy and ours, by method: means ± standard deviations over seeds."""
-    paper = {"GRPO": 0.39, "AR": 0.53, "Lopti": 0.54, "AR + Lopti": 0.57, "GRPO, two passes": None}
-    table = {}
+    paper = {"GRPO": 0.39, "AR": 0.53, "Lopti": 0.54, "AR + Lopti": 0.57, TWO: "not run"}
+    frame, table = analysis.run_frame(runs), {}
     for method, accuracy in paper.items():
-        lines = of_method(runs, method)
-        ends = [  # of the last two evaluations and both sizes of puzzle
-            statistics.mean(row[size]["avg@2"] for row in run["evaluations"][-2:] for size in "23")
-            for run in lines
-        ]
-        training = [statistics.mean(run["metrics"]["accuracy"][1:]) for run in lines]
+        ours = frame[frame.method == method]
         table[method] = {
-            "the paper's 3B, end": accuracy or "not run",
-            "ours, in training": spread(training),
-            "ours, at the end": spread(ends),
-            "our seeds": len(lines),
+            "the paper's 3B, at the end": accuracy,
+            "ours, in training": analysis.of_runs(ours[analysis.WHOLE]),
+            "ours, at the end": analysis.of_runs(ours["sampled accuracy"]),
+            "our seeds": len(ours),
         }
     return pandas.DataFrame(table).T
 
