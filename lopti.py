@@ -115,7 +115,7 @@ def sample(
     responses = [ids[own].tolist() for ids, own in zip(responses, in_response)]
     rollout = pack([prompt_ids[i] for i in prompt_of], responses, pad_id, model.device)
     rollout.truncated = truncated.to(model.device)
-    without_end = [ids if cut else ids[:-1] for ids, cut in zip(responses, truncated)]
+    without_end = [ids if endless else ids[:-1] for ids, endless in zip(responses, truncated)]
     rollout.texts = tokenizer.batch_decode(without_end)
     return rollout
 
@@ -400,7 +400,7 @@ def update(policy, optimizer, rollout, tokens, args):
     """One pass over the rollout batch that updates `tokens` (B, L): all, or a stage of Lopti.
 
     A mini-batch is one optimizer step; its loss is divided once, by the number of its response
-    tokens (those that STAPO or 80/20 keep), low and high, however it is cut into micro-batches.
+    tokens (those that STAPO or 80/20 keep), low and high, however it is split into micro-batches.
     One whose gradient is 0 is skipped, because Adam would move the weights all the same. Returns
     sums over the mini-batches: policy_loss's statistics, the gradient norm, counts.
     """
