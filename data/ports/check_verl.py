@@ -147,8 +147,7 @@ def check_update(trainer, rollout, processes, folder, alpha, eta, mistake=False)
     group = trainer.actor_rollout_wg = RayWorkerGroup(pool, worker, device_name="cpu")
     group.init_model()
 
-    prompts = [ids[mask] for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
-    responses = [ids[mask] for ids, mask in zip(rollout.response_ids, rollout.mask)]
+    prompts, responses = small.prompts_and_responses(rollout)
     ones = [torch.ones_like(ids) for ids in responses]
     rewards = torch.tensor([3.0, -1.0, -0.5, 3.0]).repeat(4)
     batch = put(

@@ -41,6 +41,13 @@ def sampled_rollout(args):
     return rollout.part((groups[:, None] * 4 + torch.arange(4)).flatten().tolist())
 
 
+def prompts_and_responses(rollout):
+    """The token ids of each row without padding: two lists of B tensors."""
+    starts = rollout.lengths - rollout.mask.sum(1)
+    prompts = [ids[:start] for ids, start in zip(rollout.ids, starts)]
+    return prompts, [ids[mask] for ids, mask in zip(rollout.ids, rollout.mask)]
+
+
 def recorded(optimizer):
     """A list that gets the gradient of every step that has one."""
     gradients, weights = [], optimizer.param_groups[0]["params"]

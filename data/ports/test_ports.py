@@ -72,12 +72,13 @@ def compare(rollout, processes, empty=None, accumulation=1, mistake=None, **chan
 
     def sampled(prompts, trainer):  # the rows of this process
         start = trainer.accelerator.process_index * len(prompts)
-        rows = range(start, start + len(prompts))
+        own = list(range(start, start + len(prompts)))
+        prompt_ids, response_ids = small.prompts_and_responses(rollout.part(own))
         return {
-            "prompt_ids": [rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist() for i in rows],
-            "completion_ids": [rollout.response_ids[i][rollout.mask[i]].tolist() for i in rows],
+            "prompt_ids": [ids.tolist() for ids in prompt_ids],
+            "completion_ids": [ids.tolist() for ids in response_ids],
             "logprobs": None,
-            "advantage": advantages[start:].tolist(),  # for the reward function
+            "advantage": advantages[own].tolist(),  # for the reward function
         }
 
     trainer = new_trainer(args, processes, accumulation)

@@ -17,7 +17,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 import lopti
@@ -142,8 +141,7 @@ def main():
     parser.add_argument("--eta", default="0.5")
     flags = parser.parse_args()
     args = lopti.parse_arguments(["--alpha", flags.alpha, "--eta", flags.eta])
-    policy = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    policy, tokenizer = lopti.load_model(args.model, "cpu")
     rows, _ = lopti.load_data(args, tokenizer)
     settings = trl_settings(args, processes=int(os.environ.get("WORLD_SIZE", "1")))
     optimizer_steps = settings["steps_per_generation"] * settings["num_iterations"]  # of a batch
