@@ -5,8 +5,8 @@
         TransferQueue pyzmq msgspec orjson pillow aiohttp fastapi uvicorn cachetools
     python data/ports/check_verl.py            # with 2 processes
 
-All but sampling is verl's: its configuration, made by verl_kk.sh, and its trainer's methods from
-old log-probabilities to the update, with Ray workers, TransferQueue and the FSDP2 engine on gloo.
+All but sampling is verl's: the configuration, which verl_kk.sh makes, Ray workers, TransferQueue,
+and the FSDP2 engine on gloo. The trainer's methods run from old log-probabilities to the update.
 """
 
 import json

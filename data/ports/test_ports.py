@@ -39,7 +39,7 @@ CASES = {  # what differs from small_rollout.py; `empty`: what the second mini-b
     "wrong: N of the stage's tokens": BOTH | {"mistake": "normaliser"},
     "wrong: KL times the ratio": BOTH | {"mistake": "KL"},
 }
-MISTAKES = {  # of a port: the golden rollout that catches it, as README.md says
+MISTAKES = {  # and one choice: the golden rollout that shows it, as README.md says
     "π without the temperature": "Lopti",
     "split again": "Lopti",
     "N of the stage's tokens": "both",

@@ -119,21 +119,6 @@ def trl_settings(args, processes=1, accumulation=1):
     }
 
 
-def puzzle_trainer(policy, tokenizer, rows, settings, args, folder, **options):
-    """A LoptiTrainer on rows of puzzles, with lopti's α and η and GRPOConfig's settings."""
-    puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
-    return LoptiTrainer(
-        policy,
-        kk_reward,
-        GRPOConfig(folder, **settings),
-        train_dataset=Dataset.from_list(puzzles),
-        processing_class=tokenizer,
-        alpha=args.alpha,
-        eta=args.eta,
-        **options,
-    )
-
-
 def main():
     parser = argparse.ArgumentParser(description="Train the bundled policy on the bundled puzzles.")
     parser.add_argument("--steps", type=int, default=5, help="rollout batches")
@@ -143,13 +128,15 @@ def main():
     args = lopti.parse_arguments(["--alpha", flags.alpha, "--eta", flags.eta])
     policy, tokenizer = lopti.load_model(args.model, "cpu")
     rows, _ = lopti.load_data(args, tokenizer)
+    puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
     settings = trl_settings(args, processes=int(os.environ.get("WORLD_SIZE", "1")))
     optimizer_steps = settings["steps_per_generation"] * settings["num_iterations"]  # of a batch
     settings |= {"max_steps": flags.steps * optimizer_steps, "logging_steps": optimizer_steps}
-    optimizer = lopti.make_optimizer(policy, args)  # which decays every weight
+    options = {"alpha": args.alpha, "eta": args.eta, "processing_class": tokenizer}
+    options["train_dataset"] = Dataset.from_list(puzzles)
+    options["optimizers"] = lopti.make_optimizer(policy, args), None  # which decays every weight
     with tempfile.TemporaryDirectory() as folder:
-        job = policy, tokenizer, rows, settings, args, folder
-        puzzle_trainer(*job, optimizers=(optimizer, None)).train()
+        LoptiTrainer(policy, kk_reward, GRPOConfig(folder, **settings), **options).train()
 
 
 if __name__ == "__main__":
