@@ -6,7 +6,7 @@
 
 The flags of lopti.py may follow. --shape takes random weights in the shape of a Qwen2.5 model, to
 measure before anything is downloaded. The two methods take turns, so that a machine that slows
-down slows both, with a learning rate so small that both always see the same policy.
+down slows both. The learning rate is so small that both always see the same policy.
 """
 
 import argparse
@@ -56,10 +56,10 @@ def main():
         }
         args = methods["GRPO"]
         device = lopti.choose_device(args.device)
-        for method in methods.values():
-            if method.dtype == "auto":
-                method.dtype = "float32" if device.type == "cpu" else "bfloat16"
-        policy, tokenizer = lopti.load_model(args.model, device)
+        if args.dtype == "auto":  # as lopti.py chooses
+            fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+            args.dtype = methods["Lopti"].dtype = "bfloat16" if fast else "float32"
+        policy, tokenizer = lopti.load_model(args.model, device, args.trust_remote_code)
         rows, _ = lopti.load_data(args, tokenizer)
         if own.shape:
             policy = random_model(own.shape, policy)
@@ -69,27 +69,24 @@ def main():
         for step in range(1, own.rounds + 2):
             for name, method in methods.items():
                 torch.manual_seed(args.seed + step)
-                method.steps, method.eval_every = step, 0
+                method.steps = step
                 lopti.train(*models, optimizer, rows, [], runs[name], method)
         measured = {
             name: pd.DataFrame(run.read_lines("metrics.jsonl")[1:]) for name, run in runs.items()
         }
     count = sum(parameter.numel() for parameter in policy.parameters()) / 1e6
-    print(
-        f"\n{own.shape or args.model}, {count:,.1f} million parameters on {policy.device}", end=""
-    )
-    print(f", {args.prompts_per_step} prompts × {args.group_size} responses, median of", end="")
-    print(f" {own.rounds} steps after one to warm up\n")
+    print(f"\n{own.shape or args.model}, {count:,.1f} million parameters on {device}")
+    print(f"{args.prompts_per_step} prompts × {args.group_size} responses a step, ", end="")
+    print(f"median of {own.rounds} steps after one that warms up\n")
     print(f"{'method':<8}{'phase':<12}{'seconds':>9}{'tokens/s':>11}{'peak GiB':>10}")
     for name, steps in measured.items():
         median = steps.median()
         seconds = {phase: median[f"seconds/{phase}"] for phase in PHASES}
         for phase, value in {**seconds, "whole step": sum(seconds.values())}.items():
-            memory = f"{median.get(f'peak_memory_gib/{phase}', float('nan')):.2f}".replace(
-                "nan", ""
-            )
             speed = median["rollout/tokens"] / value
-            print(f"{name:<8}{phase:<12}{value:>9.3f}{speed:>11,.0f}{memory:>10}")
+            memory = median.get(f"peak_memory_gib/{phase}")  # on a GPU
+            memory = "" if memory is None else f"{memory:>10.2f}"
+            print(f"{name:<8}{phase:<12}{value:>9.3f}{speed:>11,.0f}{memory}")
 
 
 if __name__ == "__main__":
