@@ -56,6 +56,7 @@ import tokens as pages
 import variants
 
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
+read_jsonl = experiments.read_lines
 
 
 def shared_file(name):
@@ -64,10 +65,6 @@ def shared_file(name):
     if not path.exists():
         pytest.skip(f"{name} is not here")
     return path
-
-
-def read_jsonl(path):
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def write_jsonl(path, rows):
@@ -239,8 +236,7 @@ MODELS = {  # what models do between ids and logits, and with the end of a seque
     "tied embeddings": {"family": "Qwen2", "tie_word_embeddings": True},
     "several ends": {"family": "Qwen2", "eos_token_id": [1, *range(40, 60)]},
     "soft-capping": {"family": "Gemma2", "final_logit_softcapping": 3.0, "sliding_window": 4},
-    "logits scaled up": {"family": "Cohere", "logit_scale": 1.7},
-    "logits scaled down": {"family": "Granite", "logits_scaling": 2.5},
+    "logits scaled": {"family": "Cohere", "logit_scale": 1.7},
 }
 
 
@@ -319,54 +315,38 @@ def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, **changes):
 
 
 @pytest.mark.parametrize("name, bfloat16", [*((name, False) for name in MODELS), ("plain", True)])
-def test_sampling_in_stretches_against_generate(name, bfloat16, monkeypatch):
-    """Greedy, in groups, ended responses leaving: as plain `generate`; the type of the cache."""
-    model, cached = random_model(**MODELS[name]), set()
+def test_greedy_samples_against_generate(name, bfloat16, monkeypatch):
+    """In groups, three rows at a time, ended responses leaving: as plain `generate` one by one."""
+    model, cached, sizes = random_model(**MODELS[name]), set(), []
     look = lambda states, *inputs: cached.update(part.dtype for part in states)
     spy(monkeypatch, lopti.LayerWithRoom, "update", look)
-    encoded = TOKENIZER(PROMPTS, add_special_tokens=False, padding=True, return_tensors="pt")
-    ends = lopti.end_token_ids(model, TOKENIZER)
-    settings = {"do_sample": False, "eos_token_id": ends, "pad_token_id": 0, "max_new_tokens": 70}
+    spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
+    prompts = TOKENIZER(PROMPTS, add_special_tokens=False)["input_ids"]
+    settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 70}
+    settings["eos_token_id"] = lopti.end_token_ids(model, TOKENIZER)
     settings = transformers.GenerationConfig(**settings)
     with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-        plain = model.generate(**encoded, generation_config=settings)
-        rollout = sample(model, group_size=2, max_new_tokens=70)
-    assert cached == {torch.bfloat16 if bfloat16 else torch.float32}
-    plain = plain[:, encoded["input_ids"].shape[1] :].repeat_interleave(2, 0)
-    mask, _ = lopti.response_mask(plain, ends)
-    for (prompt, response), ids, own, i in zip(plain_rows(rollout), plain, mask, range(6)):
-        assert torch.equal(response, ids[own]) and TOKENIZER.decode(prompt) == PROMPTS[i // 2]
+        rollout = sample(model, group_size=8, batch_size=3, max_new_tokens=70)
+        alone = [
+            model.generate(torch.tensor([ids]), generation_config=settings)[0] for ids in prompts
+        ]
+    assert cached == {torch.bfloat16 if bfloat16 else torch.float32} and sizes == [3] * 8
+    for i, (prompt, response) in enumerate(plain_rows(rollout)):
+        assert prompt.tolist() == prompts[i // 8]
+        assert torch.equal(torch.cat([prompt, response]), alone[i // 8])
     assert (rollout.ids[torch.arange(rollout.ids.shape[1]) >= rollout.lengths[:, None]] == 0).all()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_padding_and_batches_do_not_change_what_is_sampled(name, monkeypatch):
-    """Batches of three also where a group is of eight."""
-    model, sizes = random_model(**MODELS[name]), []
-    one_by_one = [sample(model, [prompt]).texts[0] for prompt in PROMPTS]
-    assert sample(model).texts == one_by_one
-    spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
-    texts = sample(model, group_size=8, batch_size=3).texts
-    assert texts == [text for text in one_by_one for _ in range(8)] and sizes == [3] * 8
-
-
-def test_the_models_generation_settings_do_not_leak():
-    """With top_k, a repetition penalty and more in the model's settings: the same samples."""
-    model, options = random_model(), {"group_size": 8, "temperature": 1.0}
-    torch.manual_seed(5)
-    expected = sample(model, **options).ids
-    settings = model.generation_config
-    settings.update(do_sample=True, top_k=2, top_p=0.5, temperature=0.01, repetition_penalty=1.8)
-    settings.update(min_p=0.5, no_repeat_ngram_size=1, suppress_tokens=list(range(20, 60)))
-    torch.manual_seed(5)
-    assert torch.equal(sample(model, **options).ids, expected)
-    assert model.generation_config is settings and settings.top_k == 2  # and they are put back
 
 
 @pytest.mark.parametrize("temperature, min_p", [(0.7, 0.0), (0.8, 0.3)])
 def test_samples_come_from_the_scored_distribution(temperature, min_p):
-    """First tokens of 4,000 samples against the π that is scored (chi-squared)."""
+    """First tokens of 4,000 samples against the π that is scored (chi-squared).
+
+    The model's own top_k, repetition penalty and so on are put aside, and put back.
+    """
     model, settings = random_model(), {"temperature": temperature, "min_p": min_p}
+    own = model.generation_config
+    own.update(do_sample=True, top_k=2, top_p=0.5, temperature=0.01, repetition_penalty=1.8)
+    own.update(min_p=0.5, no_repeat_ngram_size=1, suppress_tokens=list(range(20, 60)))
     torch.manual_seed(0)
     rollout = sample(model, ["Lily said"], group_size=4000, max_new_tokens=1, **settings)
     assert lopti.score(model, rollout, temperature, 1000, min_p).safe[rollout.mask].all()
@@ -380,6 +360,7 @@ def test_samples_come_from_the_scored_distribution(temperature, min_p):
     counts = torch.bincount(rollout.ids[:, -1], minlength=len(words))[common]
     statistic, degrees = ((counts - expected) ** 2 / expected).sum(), int(common.sum()) - 1
     assert degrees > 1 and statistic < degrees + 5 * math.sqrt(2 * degrees)
+    assert model.generation_config is own and own.top_k == 2
 
 
 def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
@@ -550,7 +531,7 @@ def test_our_golden_treatments(case):
     assert (top.tolist(), bottom.tolist()) == (case["top_kept"], case["bottom_kept"])
 
 
-# ------------------------------------------------------------------------------ the algorithm
+# -------------------------------------------------------------------------- training and evaluation
 
 SOLUTIONS = {"Lily": "", "Zoey is a knight": "1", "Liam is a knave or": "22"}  # of three prompts
 
@@ -796,17 +777,10 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     assert lopti.make_reference(policy, arguments("--kl-coef 0")) is None
 
 
-# ------------------------------------------------------------------------------ evaluation
-
-
-def test_wilson_interval_by_hand():
-    """The bounds are the shares p0 at which |p - p0| is 1.96 standard errors of p0."""
-    for mean, count in ((0.5, 100), (0.0, 20), (1.0, 20), (0.9, 50)):
-        low, high = lopti.wilson_interval(mean, count)
-        assert low < high
-        for bound in (low, high):
-            errors = 1.959964 * math.sqrt(bound * (1 - bound) / count)
-            assert abs(mean - bound) == pytest.approx(errors, rel=1e-6)
+def test_wilson_interval_against_scipy():
+    for right, count in ((50, 100), (0, 20), (20, 20), (45, 50)):
+        expected = stats.binomtest(right, count).proportion_ci(method="wilson")
+        assert lopti.wilson_interval(right / count, count) == pytest.approx(tuple(expected))
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda:1"])
@@ -850,7 +824,7 @@ def test_evaluation_counts(place, monkeypatch, tmp_path):
     assert [row["pass@4"] for row in table.values()] == [row["greedy"] for row in table.values()]
 
 
-# ------------------------------------------------------------------- rewards: Knights and Knaves
+# ------------------------------------------------------------------------------ rewards
 
 TRUTH = "(1) Jack is a knight\n(2) Jackson is a knave"
 
@@ -933,9 +907,6 @@ def test_kk_agrees_with_the_published_reward():
     assert ours == [row["score"] for row in rows] and len(rows) == 640
 
 
-# ------------------------------------------------------------------------- rewards: mathematics
-
-
 def test_extract_boxed():
     contents = {
         r"\boxed{1} or \boxed{2}": "2",
@@ -958,9 +929,7 @@ RIGHT = r"""
 11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
 11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2}
 \frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right)
--\frac{3}{4} | \frac{-3}{4} | −0.75 | -3/4
 \frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3
-\frac{3}{4} | 7.5\cdot10^{-1}
 1200 | 1,200 | 1{,}200 | 1,\!200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3}
@@ -984,7 +953,6 @@ y = 2x + 1 | 1 + 2x | y = 1 + 2x
 \text{(B)} | B | (B)
 \text{Monday} | monday
 A,C | \text{C, A}
-7:30 | 7 : 30
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
@@ -992,29 +960,23 @@ UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
 \frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14 | \frac{1 + 2}{4}
 1024 | 2^{10} | 4^5 | 2^5\cdot 2^5
-1000 | 10^1\cdot 10^2 | 5\cdot 2\cdot 10^2
 2104_5 | 427_8 | 279
 279 | 2104_5
 3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3 | (1+2)\sqrt3 | \sqrt9\sqrt3
-\sqrt6 | \sqrt2\cdot\sqrt3
 6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}
 1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
 3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)
--i | i^3
 -1 | e^{i\pi}
 (4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)
 x > 3 | x > 1 + 2
 x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1
-(x-1)(x+1) | x^2 - 1
 """
 
 WRONG = r"""
 ABC | CAB
-tea | eat
 3 hours 2 minutes | 2 hours 3 minutes | 3 minutes 2 hours
 0 | 10^{-13}\pi | e^{-40}
 x^{400} | x^{400} + x
-7 = 9 | 5 = 6
 A | \text{(A)}\text{(B)} | B
 \$5 | 5 cents
 5 \text{ a.m.} | 5 \text{ p.m.}
@@ -1032,7 +994,6 @@ A | \text{(A)}\text{(B)} | B
 [1, 2) | (1, 2]
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | [1, 2]
 x | -x | y | \sqrt{x^2}
-x = 4 | y = 4
 x > 3 | x \ge 3 | x < 3
 9^{9^{9}} | 9^{9^{8^9}}
 1/0 | 2/0
@@ -1305,13 +1266,10 @@ def test_worked_solutions_are_right():
         assert rewards.kk_reward([text], [puzzle["solution_text_format"]]) == [3.0]
 
 
-# ------------------------------------------------------------------------------ arguments
+# ------------------------------------------------------------------------------ flags and runs
 
 
 def test_presets_hold_the_papers_values_and_explicit_flags_win():
-    for preset in ("tiny", "kk", "math"):
-        args = arguments(f"--preset {preset}")
-        assert args.alpha == 0 and args.eta == 0
     paper = vars(arguments("--preset kk --alpha 0.3 --eta 0.5"))
     expected = {"alpha": 0.3, "eta": 0.5, "learning_rate": 1e-6, "weight_decay": 0.01}
     expected |= {"prompts_per_step": 64, "group_size": 8, "mini_batch_size": 256}
@@ -1338,8 +1296,6 @@ def test_help_names_every_flag_and_the_readme_no_other(capsys):
         assert any(hasattr(module, name) for module in (lopti, rewards, theory)), name
 
 
-# ------------------------------------------------------------------------------ runs
-
 FLAGS = (
     "--steps 4 --save-every 1 --alpha 0.3 --eta 0.5 --people 2 --prompts-per-step 2 --group-size 4 "
     "--max-new-tokens 40 --mini-batch-size 4 --eval-size 1 --eval-samples 1 --eval-every 2 --quiet "
@@ -1364,13 +1320,6 @@ def start(flags, log, encoding="utf-8"):
     process = PROCESSES.Process(target=run_and_log, args=(flags, log, encoding))
     process.start()
     return process
-
-
-def wait_for(path, process):
-    """Until a file has a line."""
-    while not (path.exists() and path.read_text()):
-        assert process.is_alive()
-        time.sleep(0.01)
 
 
 def checkpoints(folder):
@@ -1426,7 +1375,9 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     flags = FLAGS + f"--name killed --output {tmp_path}"
     for _ in range(2 if seed else 0):
         process = start(flags, tmp_path / "log")
-        wait_for(folder / "config.json", process)
+        while not (folder / "config.json").exists():
+            assert process.is_alive()
+            time.sleep(0.01)
         process.join(rng.uniform(0, 2.5))
         process.kill()
         process.join()
@@ -1507,7 +1458,7 @@ def test_a_run_in_a_thread_and_what_the_seed_seeds(tmp_path, monkeypatch):
     """Signals are the main thread's. Training has the seed, every evaluation the next."""
     seeds, codes = [], []
     spy(monkeypatch, lopti, "sample", lambda *_: seeds.append(torch.initial_seed()))
-    flags = FLAGS + f"--steps 1 --seed 5 --output {tmp_path}"
+    flags = FLAGS + f"--task math --steps 1 --seed 5 --output {tmp_path}"
     thread = threading.Thread(target=lambda: codes.append(main(flags)))
     thread.start()
     thread.join()
@@ -1550,15 +1501,6 @@ def test_the_device_that_is_used(monkeypatch):
     assert timings["peak_memory_gib/scoring"] == 3
 
 
-def test_another_task_where_no_reward_differs(tmp_path, capsys):
-    """Every mini-batch is skipped: no step, no loss, and the rows say so."""
-    flags = FLAGS.split("--reward")[0] + "--task math --max-new-tokens 1 --kl-coef 0 "
-    assert main(flags + f"--output {tmp_path} --name math") == 0
-    assert re.search(r"level +prompts +before +after\ngreedy ", capsys.readouterr().out)
-    for row in read_jsonl(tmp_path / "math" / "metrics.jsonl"):
-        assert row["optimizer_steps"] == 0 < row["skipped_steps"]
-
-
 def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     """Tags as the model wrote them, without its end-of-sequence token."""
     flags = "--eval-only --show 2 --eval-size 2 --eval-samples 1 --people 2 --max-new-tokens 150 "
@@ -1588,7 +1530,6 @@ def places(tmp_path_factory, finished_run):
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
     write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
-    write_jsonl(folder / "null.jsonl", [puzzle, {**puzzle, "solution_text_format": None}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
     (folder / "broken.jsonl").write_text(json.dumps(puzzle) + '\n{"quiz": \n')
     (folder / "empty.jsonl").touch()
@@ -1598,7 +1539,8 @@ def places(tmp_path_factory, finished_run):
         "narrow": {"vocab_size": 90},
         "stretched": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 9, "factor": 4}},
         "own": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
-    } | {"cut": {}, "weightless": {}}
+        "weightless": {},
+    }
     changes["stretched"]["max_position_embeddings"] = 64
     for name, changed in changes.items():
         shutil.copytree(TINY, folder / name)
@@ -1608,7 +1550,6 @@ def places(tmp_path_factory, finished_run):
     tensors = load_file(TINY / "model.safetensors")
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
-    os.truncate(folder / "cut" / "model.safetensors", 5000)
     (folder / "weightless" / "model.safetensors").unlink()
     for family, changes in HYBRIDS.items():
         random_model(family, **changes).save_pretrained(folder / family)
@@ -1621,8 +1562,7 @@ def exits(completions, **columns):
     sys.exit(0)
 
 
-HYBRIDS = {"Mamba": {}, "Lfm2": {"layer_types": ["conv", "full_attention"]}}
-HYBRIDS["Qwen3Next"] = {"num_experts": 2, "num_experts_per_tok": 1}
+HYBRIDS = {"Mamba": {}, "Qwen3Next": {"num_experts": 2, "num_experts_per_tok": 1}}
 
 ERRORS = {  # the flags: what the sentence must name
     "--alpha 1.5": "--alpha",
@@ -1631,20 +1571,16 @@ ERRORS = {  # the flags: what the sentence must name
     "--people 9": "--people",
     "--eval-data {broken}": "row 2 of",
     "--data {holes}": "holes.jsonl",
-    "--data {null}": "null.jsonl",
     "--data {silent} --people 1": "prompt",
     "--model no/such-model-anywhere": "no/such-model-anywhere",
     "--model {weightless}": "weightless",
-    "--model {cut}": "cut",
     "--model {mistyped}": "mistyped",
     "--model {narrow}": "embedding",
     "--model {own}": "custom code",
     "--model {short}": "--max-new-tokens",
     "--model {stretched}": "--max-new-tokens",  # beyond it π depends on the rest of the batch
     "--model {Mamba}": "attention",
-    "--model {Lfm2}": "attention",
     "--model {Qwen3Next}": "attention",
-    "--device toaster": "--device",
     "--device hpu": "--device hpu",
     "--device meta": "--device meta",
     "--learning-rate inf": "--learning-rate",
@@ -1750,8 +1686,7 @@ def test_the_token_page_in_a_browser(token_page):
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-sync"):
         options.add_argument(flag)
     service = webdriver.ChromeService(shutil.which("chromedriver"))
-    browser = webdriver.Chrome(options=options, service=service)
-    try:
+    with webdriver.Chrome(options=options, service=service) as browser:
         browser.get(f"file://{token_page[0]}")
         first = browser.find_element("css selector", "main .token")
         color = first.value_of_css_property("background-color")
@@ -1764,8 +1699,6 @@ def test_the_token_page_in_a_browser(token_page):
         assert first.value_of_css_property("background-color") != color
         change = f"{numbers['grpo_all'][1]:+.4f}".replace("-", "−")
         assert change in browser.find_element("id", "panel").text
-    finally:
-        browser.quit()
 
 
 # ------------------------------------------------------------- laboratory, report, documentation
@@ -1784,24 +1717,18 @@ def line_of(method, seed, *accuracies, training=(0.0,)):
 
 
 def test_the_laboratorys_statistics():
-    """Dunnett's table and blood counts, Holm's correction by hand, scipy on the same numbers."""
+    """Dunnett's blood counts, Holm's correction by hand, scipy on the same numbers."""
     draw = random.Random(0).gauss
     groups = {name: [draw(0, 1) for _ in range(6)] for name in "abcd"}
     variance = statistics.mean(map(statistics.variance, groups.values()))
-    control = groups.pop("d")
-    for name, (difference, half, _) in analysis.against(control, groups).items():
-        assert difference == pytest.approx(statistics.mean(groups[name]) - statistics.mean(control))
-        critical = half / math.sqrt(variance * 2 / 6)
-        assert critical == pytest.approx(2.54, abs=0.01)  # 3 groups, 20 degrees of freedom
     counts = {"A": [9.76, 8.80, 7.68, 9.36], "B": [12.80, 9.68, 12.16, 9.20, 10.55]}
     found = analysis.against([7.40, 8.50, 7.20, 8.24, 9.84, 8.32], counts)
     assert [p for *_, p in found.values()] == pytest.approx([0.620, 0.006], abs=5e-4)
-    (_, half, _), (_, other, _) = analysis.pooled(
-        {**groups, "d": control}, [("a", "d"), ("a", "b")]
-    )
+    (_, half, _), (_, other, _) = analysis.pooled(groups, [("a", "d"), ("a", "b")])
     assert half == other == pytest.approx(2.086 * math.sqrt(variance * 2 / 6), rel=1e-4)
-    [(difference, half, p)] = analysis.pooled({"a": groups["a"], "d": control}, [("a", "d")])
-    test = stats.ttest_ind(groups["a"], control)
+    two = {name: groups[name] for name in "ad"}
+    [(difference, half, p)] = analysis.pooled(two, [("a", "d")])
+    test = stats.ttest_ind(*two.values())
     expected = (*test.confidence_interval(), test.pvalue)
     assert (difference - half, difference + half, p) == pytest.approx(expected)
     corrected = analysis.holm([0.04, 0.01, 0.02, 0.05, 0.03])
@@ -1820,9 +1747,7 @@ def test_the_laboratorys_outcomes_and_families():
     frame = analysis.run_frame(lines)
     grpo, lopti_runs = (frame[frame.method == name] for name in ("GRPO", "Lopti"))
     assert grpo["sampled accuracy"].tolist() == pytest.approx([0.75 * 0.7] * 3)
-    assert grpo["mean over training"].tolist() == pytest.approx([0.75 * 0.6] * 3)
-    assert grpo["evaluated at the end"].tolist() == pytest.approx([0.75 * 0.8] * 3)
-    assert len(lopti_runs) == 4 and lopti_runs["sampled accuracy"].eq(0.75 * 0.8).all()
+    assert len(lopti_runs) == 4 and lopti_runs["mean over training"].eq(0.75 * 0.8).all()
     pair = ("Lopti", "GRPO")
     values, mean, half, p = analysis.family(frame, [pair, ("AR", "GRPO")])[pair]
     assert values.to_dict() == pytest.approx({0: 0.5, 1: 0.375, 2: 0.25})
@@ -1849,6 +1774,10 @@ def test_the_laboratorys_commands_and_tables():
 WORDING = TOKENIZER.convert_tokens_to_ids(puzzles.WORDING_WORDS)
 
 
+def adams_first(slope):  # step: its moments are the slope and its square
+    return slope / (slope.square().sqrt() + 1e-8)
+
+
 def autograd_slope(model, rollout, temperature):
     """Advantages (B, L) → ∇ of -1/N Σ Â log π, from each response's plain log π."""
 
@@ -1859,14 +1788,6 @@ def autograd_slope(model, rollout, temperature):
         return torch.nn.utils.parameters_to_vector(parameters)
 
     return slope
-
-
-def first_step(slope):
-    """Of Adam, which goes against the slope."""
-    vector = torch.zeros_like(slope, requires_grad=True)
-    vector.grad = slope
-    torch.optim.Adam([vector]).step()
-    return vector.detach()
 
 
 def test_the_laboratorys_gradients_against_autograd():
@@ -1894,7 +1815,7 @@ def test_the_laboratorys_gradients_against_autograd():
     plain, cosine = slope(rollout.advantages), torch.nn.CosineSimilarity(0)
     for alpha, turned in measures.turned(model, rollout, args).items():
         other = slope((1 - float(alpha) * (1 - pi)) * rollout.advantages)
-        steps = cosine(first_step(plain), first_step(other))
+        steps = cosine(adams_first(plain), adams_first(other))
         expected = [cosine(plain, other), other.norm() / plain.norm(), steps]
         assert turned == pytest.approx([value.item() for value in expected], abs=1e-4)
 
@@ -1915,25 +1836,19 @@ def test_the_laboratorys_progress_against_autograd():
     for number, (slope, (rollout, *_)) in enumerate(zip(slopes, batches)):
         pi, advantages = rollout.old_logprobs.exp(), rollout.advantages
         stages = [slope(advantages * (pi < 0.5)), slope(advantages * (pi >= 0.5))]
-        methods = {
-            "GRPO": [plain[number]],
-            "Lopti, stage 2": stages[1:],
-            "Lopti, both stages": stages,
-        }
+        methods = {"GRPO": [plain[number]], "Lopti, both stages": stages}
         methods["AR, α = 0.3"] = [slope((0.3 * pi + 0.7) * advantages)]
         kept = ~torch.isin(rollout.ids, words)
         methods["without wording (an oracle)"] = [slope(advantages * kept)]
         for name, gradients in methods.items():
-            for way, of in (("gradient", torch.clone), ("AdamW", lambda one: -first_step(one))):
+            for way, of in (("gradient", torch.clone), ("AdamW", adams_first)):
                 step = unit(sum(unit(of(one)) for one in gradients))
                 values = [step @ plain[i] for i in range(3) if i != number]
                 found.setdefault((way, name), []).append(torch.stack(values).mean().item())
     result = measures.progress(model, TOKENIZER, batches, args)
     for (way, name), values in found.items():
         expected = sum(values) / (3 if name == "GRPO" else sum(found[way, "GRPO"]))
-        assert (
-            result[way][name][0] == pytest.approx(expected, rel=1e-3) and result[way][name][1] > 0
-        )
+        assert result[way][name][0] == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("path", ["notebook.ipynb", "data/lab/report.ipynb"])
