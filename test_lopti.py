@@ -306,7 +306,7 @@ def test_micro_batches_by_tokens():
 # ------------------------------------------------------------------------------ sampling
 
 ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
-PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Lily", "Liam is a knave"]
+PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is a knave", "Lily"]
 
 
 def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, **changes):
