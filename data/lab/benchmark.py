@@ -20,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
+from rewards import told_in_a_sentence
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES += ("num_key_value_heads", "tie_word_embeddings", "vocab_size")
@@ -90,4 +91,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_sentence():
+        main()

@@ -28,6 +28,7 @@ sys.path[:0] = [str(DATA.parent), str(DATA / "make")]
 import puzzles
 
 import lopti
+from rewards import told_in_a_sentence
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 QUANTILES = np.linspace(0.005, 0.995, 34)  # what a violin is drawn from
@@ -386,5 +387,6 @@ def later_methods(rollout, entropies):
 
 
 if __name__ == "__main__":
-    flags = ["--prompts-per-step", "8", *sys.argv[2:]]
-    experiments.append_line(FOLDER / "progress.jsonl", progress_line(sys.argv[1], flags, 10))
+    with told_in_a_sentence():
+        flags = ["--prompts-per-step", "8", *sys.argv[2:]]
+        experiments.append_line(FOLDER / "progress.jsonl", progress_line(sys.argv[1], flags, 10))

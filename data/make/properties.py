@@ -25,6 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import lopti
+from rewards import told_in_a_sentence
 
 BINS = ((0.0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.01))
 
@@ -160,4 +161,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with told_in_a_sentence():
+        main()
