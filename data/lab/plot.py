@@ -26,7 +26,7 @@ from style import COLORS
 BAND = "#DDDDDD"
 SHOWN = ("GRPO", "GRPO, two passes", "AR", "Lopti", "AR + Lopti", "reversed Lopti")
 TITLES = {  # of the questions' pictures
-    "plain wording": "Plain wording: is Lopti above two passes?",
+    "plain wording": "Plain wording: Lopti learns as GRPO does, two passes are no better",
     "second step": "A random split and half-size mini-batches learn like the rest",
     "order or Adam": "The order matters without momentum too",
     "ceiling": "Leaving out the wording gains nothing; twice the prompts may",
