@@ -770,9 +770,13 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
         "completions/clipped_ratio": rollout.truncated.float().mean(),
         "entropy": entropies.sum().item() / tokens,
         "low_probability_share": low.sum().item() / tokens,
+        "rollout/kl": 0.0,
         "rollout/tokens": tokens,
         "rollout/tokens_with_prompts": rollout.lengths.sum(),
     }
+    if rollout.ref_logprobs is not None:  # how far the policy that sampled is from the starting one
+        kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs)
+        metrics["rollout/kl"] = kl[rollout.mask].mean()
     steps, sums = Counter(), Counter()
     for name, totals in stage_totals:
         steps[name] += totals["optimizer_steps"]

@@ -75,7 +75,8 @@ def run_frame(lines, outcomes=OUTCOMES):
             row |= {EARLY: metrics["accuracy"][1:12].mean(), WHOLE: metrics["accuracy"][1:].mean()}
             row["entropy"] = metrics["entropy"][-3:].mean()
         for outcome, (measure, last) in outcomes.items():
-            values = curve(line, measure)
+            judged = line.get("config", {}).get("eval_size") != 1  # else only training is judged
+            values = curve(line, measure) if judged else [np.nan]
             row[outcome] = np.mean((values[1:] or values)[-last:])
         rows.append(row)
     return pd.DataFrame(rows)

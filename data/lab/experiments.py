@@ -96,7 +96,24 @@ LONG_JOB = f"""{PLAIN} --people 3 4 5 --steps 200 --learning-rate 5e-5 --prompts
     --mini-batch-size 32 --max-new-tokens 320 --eval-every 20 --eval-size 40
     --eval-data {{work}}/long/kk_test.jsonl"""
 LONG = also("long", LONG_JOB, "GRPO", "Lopti", TWO, REVERSED, "AR", "AR + Lopti")
-METHODS = FIRST | ON_PLAIN | SECOND_STEP | ORDER_OR_ADAM | CEILING | LONG
+
+# What equal KL says on new seeds, and the bias of a weight that goes by π. Only training is judged:
+# these are evaluated on two puzzles, which no table reads.
+ONLY_TRAINING = "--eval-every 0 --eval-size 1 --eval-samples 1"
+WITHOUT_BIAS = {
+    **also(
+        "without bias", f"{ONLY_TRAINING} --variant without-bias", "AR α = 1", "AR α = 0.6", "AR"
+    ),
+    **also("without bias", f"{ONLY_TRAINING} --variant without-bias", "high only"),
+    "Lopti, two optimizers, without bias": f"""--eta 0.5 {ONLY_TRAINING} --save-every 0
+        --variant without-bias-two-optimizers""",
+    **also(
+        "without bias", f"{ONLY_TRAINING} --variant without-bias", REVERSED, "Lopti", "low only"
+    ),
+}
+EQUAL_KL = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
+EQUAL_KL["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
+METHODS = FIRST | ON_PLAIN | SECOND_STEP | ORDER_OR_ADAM | CEILING | LONG | WITHOUT_BIAS | EQUAL_KL
 
 
 def runs_of(seeds, *methods):
@@ -114,6 +131,7 @@ PLAN = [  # (method, seed)
     *runs_of(range(3), *OTHERS),
 ]
 PLAIN_ARMS = list(ON_PLAIN)[:4]
+TEN_SEEDS = [name for name in WITHOUT_BIAS if " only" not in name]
 QUESTIONS = {  # a queue for each core: (method, seed), in order of importance
     "split or step": [
         *runs_of(range(5), *PLAIN_ARMS),
@@ -124,6 +142,8 @@ QUESTIONS = {  # a queue for each core: (method, seed), in order of importance
         *runs_of(range(10), "AR, plain wording"),
     ],
     "long": runs_of(range(2), *LONG),
+    "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *TEN_SEEDS)],
+    "equal KL": runs_of(range(20, 30), *EQUAL_KL),
 }
 
 SETTINGS = "--eval-every 6 --eval-samples 2 --quiet"
@@ -146,7 +166,7 @@ def command_of(method, seed, args):
     return folder, [*command, *shlex.split(flags)]
 
 
-KEPT = ["reward", "accuracy", "entropy", "kl", "completions/mean_length"]
+KEPT = ["reward", "accuracy", "entropy", "kl", "rollout/kl", "completions/mean_length"]
 KEPT += ["completions/clipped_ratio", "low_probability_share", "masked_share"]
 KEPT += ["grad_norm/all", "grad_norm/low", "grad_norm/high"]
 KEPT += [f"seconds/{phase}" for phase in ("sampling", "scoring", "updating")]
@@ -172,6 +192,12 @@ def rounded(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def variant_of(method):
+    """What stands behind --variant in the command of a method; None for lopti.py itself."""
+    flags = METHODS[method].split()
+    return flags[flags.index("--variant") + 1] if "--variant" in flags else None
+
+
 def result_line(method, seed, folder):
     """A finished run in one line: its settings, every step's metrics and every evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -191,6 +217,7 @@ def result_line(method, seed, folder):
         "method": method,
         "seed": seed,
         "policy": hashlib.sha256(weights).hexdigest()[:12],
+        "variant": variant_of(method),
         "config": config,
         "evaluations": evaluations,
         "metrics": {

@@ -7,6 +7,8 @@ python data/lab/variants.py --variant random-split --eta 0.5       # random grou
 python data/lab/variants.py --variant no-momentum                  # AdamW with β₁ = 0
 python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW for each group
 python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
+python data/lab/variants.py --variant without-bias --alpha 1       # the weights' bias subtracted
+python data/lab/variants.py --variant without-bias-two-optimizers --eta 0.5
 """
 
 import argparse
@@ -84,7 +86,7 @@ def adamw_without_momentum(policy, args):
     return optimizer
 
 
-def update_with_own_optimizer(policy, optimizer, rollout, tokens, args):
+def update_with_own_optimizer(policy, optimizer, rollout, tokens, args, update=update):
     """`lopti.update`; tokens with π ≥ η have an AdamW of their own."""
     if not (tokens & (rollout.old_logprobs.exp() < args.eta)).any():
         if not hasattr(optimizer, "of_likely_tokens"):
@@ -101,16 +103,80 @@ def update_without_wording(policy, optimizer, rollout, tokens, args):
     return update(policy, optimizer, rollout, tokens, args)
 
 
+def weighted_mass(logits, alpha, eta, stage):
+    """Σ_a m(π(a)) π_θ(a) over the vocabulary, (N, V) → (N,), with m held fixed.
+
+    m(π) = απ + 1 - α, and 0 for the tokens that the stage leaves out. The gradient of V(s) times
+    this is the bias of a weight that goes by π: E[m Â ∇log π | s] = Σ_a m (Q - V) ∇π + V ∇Σ_a m π.
+
+    >>> weighted_mass(torch.zeros(1, 2), alpha=1.0, eta=0.0, stage="all")
+    tensor([0.5000])
+    """
+    probabilities = logits.softmax(-1)
+    weights = alpha * probabilities.detach() + 1 - alpha
+    if stage != "all":
+        weights = weights * ((probabilities.detach() < eta) == (stage == "low"))
+    return (weights * probabilities).sum(-1)
+
+
+def update_without_bias(policy, optimizer, rollout, tokens, args):
+    """`lopti.update` with the loss + 1/N Σ_t Â_t Σ_a m(π(a)) π_θ(a) over all response tokens.
+
+    Â is that before Eq. 4, and E[Â | s] = V(s): so the bias is subtracted in expectation. m goes by
+    the current policy, and nothing is clipped in this term.
+    """
+    unlikely = rollout.old_logprobs.exp() < args.eta
+    stage = "all" if not args.eta else "low" if (tokens & unlikely).any() else "high"
+    totals = dict.fromkeys(lopti.STATISTICS, 0)
+    rollout = copy.copy(rollout)
+    rollout.tokens = tokens
+    for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
+        batch, sums = rollout.part(indices.tolist()), lopti.Counter()
+        normalizer = batch.mask.sum()
+        rows = range(len(batch.mask))
+        for micro_batch in lopti.micro_batches(rows, batch.lengths, args.tokens_per_microbatch):
+            part = batch.part(micro_batch)
+            logits = lopti.logits_at(policy, part.ids, part.mask.roll(-1, 1))
+            logits = logits.float() / args.temperature  # (N, V)
+            chosen = logits.gather(1, part.ids[part.mask][:, None])[:, 0] - logits.logsumexp(1)
+            logprobs = torch.zeros_like(part.old_logprobs).masked_scatter(part.mask, chosen)
+            weighted = reweight_advantages(part.advantages, part.old_logprobs, args.alpha)
+            settings = {"tokens": part.tokens, "ref_logprobs": part.ref_logprobs}
+            settings |= {"kl_coef": args.kl_coef, "normalizer": normalizer}
+            loss, statistics = lopti.policy_loss(
+                logprobs, part.old_logprobs, weighted, part.mask, **settings
+            )
+            mass = weighted_mass(logits, args.alpha, args.eta, stage)  # (N,)
+            (loss + (part.advantages[part.mask] * mass).sum() / normalizer).backward()
+            for name, value in statistics.items():
+                sums[name] += value
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
+        sums["grad_norm"] = float(norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        totals["optimizer_steps"] += 1
+        for name, value in sums.items():
+            totals[name] += value
+    return totals
+
+
+def update_without_bias_own_optimizer(policy, optimizer, rollout, tokens, args):
+    """Both: the bias subtracted, and an AdamW for each group."""
+    return update_with_own_optimizer(
+        policy, optimizer, rollout, tokens, args, update=update_without_bias
+    )
+
+
+UNWEIGHTED = {"reweight_advantages": lambda advantages, *_: advantages}  # `update` does it
 VARIANTS = {
+    "without-bias": {**UNWEIGHTED, "update": update_without_bias},
+    "without-bias-two-optimizers": {**UNWEIGHTED, "update": update_without_bias_own_optimizer},
     "random-split": {"split_tokens": random_split},
     "no-momentum": {"make_optimizer": adamw_without_momentum},
     "two-optimizers": {"update": update_with_own_optimizer},
     "without-wording": {"update": update_without_wording},
     "reward-free": {"group_advantages": constant_advantages},
-    "token-centred": {
-        "reweight_advantages": lambda advantages, *_: advantages,
-        "update": update_centred,
-    },
+    "token-centred": {**UNWEIGHTED, "update": update_centred},
 }
 
 if __name__ == "__main__":
