@@ -55,11 +55,15 @@ transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
 
 
-# The papers' constants that nobody turns: AdamW's, the norm that a step's gradient is clipped to,
-# STAPO's τ_p and the quantile that is its τ_h, and the temperature of the answers in an evaluation.
-WEIGHT_DECAY, MAX_GRAD_NORM = 0.01, 1.0
-STAPO_TAU, STAPO_QUANTILE = 0.002, 0.75
-EVAL_TEMPERATURE = 1.0
+# The papers' constants, which nobody turns: no flags, but `args` has them like all other settings.
+CONSTANTS = {
+    "weight_decay": 0.01,  # of AdamW
+    "max_grad_norm": 1.0,  # what the norm of a step's gradient is clipped to
+    "clip_dual": 10.0,  # c: where Â < 0, a token's loss is at most -c·Â
+    "stapo_tau": 0.002,  # τ_p of STAPO
+    "stapo_quantile": 0.75,  # which quantile of the candidates' entropies is its τ_h
+    "eval_temperature": 1.0,  # of the sampled answers in an evaluation
+}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,12 +312,13 @@ def update(policy, optimizer, rollout, tokens, args):
                 ref_logprobs=part.ref_logprobs,
                 clip_low=args.clip_low,
                 clip_high=args.clip_high,
+                clip_dual=args.clip_dual,
                 kl_coef=args.kl_coef,
                 normalizer=kept.sum(),
             )
             loss.backward()
             sums.update(statistics)  # a Counter adds
-        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), MAX_GRAD_NORM)
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         sums["grad_norm"] = float(norm)
         totals["masked_tokens"] += int((batch.mask & ~kept).sum())
         if sums["grad_norm"] == 0:
@@ -542,13 +547,13 @@ def tokens_to_keep(policy, batch, args):
         logprobs, entropies = score(policy, batch, args, with_entropy=True)
     if args.stapo:
         inputs = (logprobs, entropies, batch.advantages, batch.mask)
-        kept = kept & stapo_mask(*inputs, STAPO_TAU, STAPO_QUANTILE)
+        kept = kept & stapo_mask(*inputs, args.stapo_tau, args.stapo_quantile)
     if args.top_entropy:
         kept = kept & entropy_mask(entropies, batch.mask, args.top_entropy)
     return kept
 
 
-def stapo_mask(logprobs, entropies, advantages, mask, tau_p=STAPO_TAU, quantile=STAPO_QUANTILE):
+def stapo_mask(logprobs, entropies, advantages, mask, tau_p=0.002, quantile=0.75):
     """STAPO (arXiv 2602.15620): the tokens to keep, all but the spurious ones. All are (B, L).
 
     Spurious is a token with Â > 0, π < τ_p and H < τ_h. τ_h is the `quantile` of H among the
@@ -686,7 +691,7 @@ def evaluate(policy, tokenizer, rows, args):
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(args.seed + 1)
-        for group_size, temperature in [(1, 0), (k, EVAL_TEMPERATURE)][: 1 + bool(k)]:
+        for group_size, temperature in [(1, 0), (k, args.eval_temperature)][: 1 + bool(k)]:
             rollout = sample(policy, tokenizer, prompts, group_size, temperature, args)
             repeated = [row for row in rows for _ in range(group_size)]
             rewards = compute_rewards(rollout.texts, repeated, args)
@@ -970,8 +975,8 @@ def make_reference(policy, args):
 
 
 def make_optimizer(policy, args):
-    rate = args.learning_rate
-    return torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=WEIGHT_DECAY, fused=True)
+    rate, decay = args.learning_rate, args.weight_decay
+    return torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=decay, fused=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1024,6 +1029,7 @@ def build_parser():
         epilog=" ".join(f"--preset {name} is {flags}." for name, flags in PRESETS.items()),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.set_defaults(**CONSTANTS)
     add = parser.add_argument
     add("--preset", choices=("tiny", "kk", "math"), default="tiny", help="kk, math: the paper's")
     add = parser.add_argument_group("method").add_argument

@@ -54,18 +54,17 @@ def changed(settings, **changes):
 def collect(policy, tokenizer, rows, args, seed=0):
     """One rollout batch, made as `lopti.train` makes it: sample, judge, score, advantages.
 
-    Returns the rollout, the rewards (B,), the sampling policy's scores, and each response's row.
+    Returns the rollout, the rewards (B,), the entropies (B, L), and each response's row.
     """
     torch.manual_seed(seed)
     batch = [row for row in rows for _ in range(args.group_size)]
-    options = {"group_size": args.group_size, "temperature": args.temperature}
-    options["max_new_tokens"] = args.max_new_tokens
-    rollout = lopti.sample(policy, tokenizer, [row["prompt"] for row in rows], **options)
+    prompts = [row["prompt"] for row in rows]
+    rollout = lopti.sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args))
-    old = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
+    rollout.old_logprobs, entropies = lopti.score(policy, rollout, args, with_entropy=True)
     advantages = lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
-    rollout.old_logprobs, rollout.advantages = old.logprobs, advantages
-    return rollout, rewards, old, batch
+    rollout.advantages = advantages
+    return rollout, rewards, entropies, batch
 
 
 def reweighted(rollout, alpha):
@@ -100,8 +99,7 @@ def probabilities(model, rollout, args):
             shape, weight = module.weight.shape, module.weight
             settings = {"normalized_shape": shape, "weight": weight, "eps": module.variance_epsilon}
             module.forward = functools.partial(torch.nn.functional.rms_norm, **settings)
-    inputs = (twin, rollout, args.temperature, args.tokens_per_microbatch)
-    return lopti.score(*inputs, with_entropy=False).logprobs.exp()
+    return lopti.score(twin, rollout, args)[0].exp()
 
 
 def probabilities_after(policy, stages, rollout, args, optimizer):
@@ -151,7 +149,7 @@ def adamw_direction(gradient):
 # ---- the screen: how far does a step of each method go along the expected gradient?
 
 
-def directions(policy, tokenizer, rollout, old, args):
+def directions(policy, tokenizer, rollout, entropies, args):
     """Method → the gradients whose steps it takes on this rollout, one after the other.
 
     Before the first update r = 1, so that the gradient is a sum over tokens: its parts add up.
@@ -160,7 +158,7 @@ def directions(policy, tokenizer, rollout, old, args):
     def of(tokens=rollout.mask, rollout=rollout, **flags):
         return gradient(policy, tokens, rollout, changed(args, **flags))
 
-    plain, (low, _) = of(), lopti.split_tokens(old.logprobs, rollout.mask, 0.5)
+    plain, (low, _) = of(), lopti.split_tokens(rollout.old_logprobs, rollout.mask, 0.5)
     fully = of(rollout=reweighted(rollout, 1))
     found = {"GRPO": [plain]}
     for alpha in (0.1, 0.3, 0.6, 1.0):
@@ -169,7 +167,7 @@ def directions(policy, tokenizer, rollout, old, args):
     stages = [first, plain - first]
     found |= {"Lopti, stage 1": stages[:1], "Lopti, stage 2": stages[1:]}
     found["Lopti, both stages"] = stages
-    kept, wording = later_methods(rollout, old.entropies), wording_of(tokenizer, rollout)
+    kept, wording = later_methods(rollout, entropies), wording_of(tokenizer, rollout)
     found |= {name: [of(kept[name])] for name in ("STAPO", "80/20")}
     found["min-p"] = [of(min_p=2.3e-6)]
     if wording.any():
@@ -185,8 +183,8 @@ def progress(policy, tokenizer, batches, args):
     method of two stages adds a step of unit length for each, as AdamW does.
     """
     found, total = {}, sum(gradient(policy, one.mask, one, args) for one, *_ in batches)
-    for rollout, _, old, _ in batches:
-        methods = directions(policy, tokenizer, rollout, old, args)
+    for rollout, _, entropies, _ in batches:
+        methods = directions(policy, tokenizer, rollout, entropies, args)
         others = (total - methods["GRPO"][0]) / (len(batches) - 1)  # the mean of the other batches
         for way, step_of in (("gradient", torch.clone), ("AdamW", adamw_direction)):
             for name, gradients in methods.items():
@@ -300,7 +298,7 @@ def figure_2(policy, rollout, args, responses):
     """
     columns = {name: [] for name in ("probability", "entropy", "at_logits", "at_layers")}
     for row in responses:
-        part = rollout.part([row])  # one row: no padding
+        part = rollout.rows([row])  # one row: no padding
         output = policy(part.ids, output_hidden_states=True)
         logits = output.logits[part.mask.roll(-1, 1)] / args.temperature  # (T, V)
         chosen = part.ids[part.mask]  # (T,)
@@ -381,7 +379,7 @@ def later_methods(rollout, entropies):
     return {
         "Lopti, stage 1": lopti.split_tokens(logprobs, mask, 0.5)[0],
         "80/20": lopti.entropy_mask(entropies, mask, 0.2),
-        "80/20's ablation": lopti.entropy_mask(entropies, mask, 0.8, lowest=True),
+        "80/20's ablation": mask & ~lopti.entropy_mask(entropies, mask, 0.2),
         "STAPO": lopti.stapo_mask(logprobs, entropies, rollout.advantages, mask),
     }
 

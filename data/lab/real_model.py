@@ -181,7 +181,7 @@ def train(options, flags):
         if entry not in done:
             name = re.sub(r"\W+", "-", f"{method}-{rate}-{seed}")
             own = f"--learning-rate {rate} --seed {seed} --name {name} --output {options.work}"
-            own = shlex.split(f"{experiments.METHODS[method]} {own} --quiet")
+            own = shlex.split(f"{experiments.METHODS[method]} {own}")
             command = ["python", "lopti.py", *flags, *own]
             runs.append((options.work / name, command, partial(train_line, entry), file))
     experiments.run_all(runs, options.jobs)
