@@ -331,6 +331,112 @@ def family_table(frame, pairs):
     return markdown(rows)
 
 
+KL_RANGE = (0.006, 0.05)  # where accuracy is compared at equal KL
+WINDOW = 5  # steps that are averaged for it
+
+
+def accuracy_by_kl(metrics, kl="kl"):
+    """A run's KL to the starting policy, never falling, and its accuracy: running means (N,), (N,).
+
+    `kl` is the column: "kl" is the mean over an update, "rollout/kl" is at sampling.
+    """
+    mean = np.ones(WINDOW) / WINDOW
+    by_step = [np.convolve(metrics[name], mean, "valid") for name in (kl, "accuracy")]
+    return np.maximum.accumulate(by_step[0]), by_step[1]
+
+
+def at_equal_kl(metrics, others, kl="kl"):
+    """Accuracy minus another run's at the same KL, the mean over the KL that both pass through.
+
+    Within KL_RANGE, linear between steps; NaN where the two have no KL in common.
+
+    >>> kl = np.linspace(0.0, 0.06, 9)
+    >>> float(at_equal_kl({"kl": kl, "accuracy": kl + 0.1}, {"kl": kl, "accuracy": kl}))
+    0.1
+    """
+    curves = [accuracy_by_kl(one, kl) for one in (metrics, others)]
+    low = max(KL_RANGE[0], *(curve[0][0] for curve in curves))
+    high = min(KL_RANGE[1], *(curve[0][-1] for curve in curves))
+    at = np.linspace(low, high, 101)
+    difference = np.interp(at, *curves[0]) - np.interp(at, *curves[1])
+    return round(difference.mean(), 12) if low < high else np.nan
+
+
+def metrics_by_seed(lines, method):
+    """seed → what was measured in each step."""
+    return {line["seed"]: line["metrics"] for line in lines if shown(line["method"]) == method}
+
+
+def two_views(lines, pairs, kl="kl"):
+    """pair → view → the differences by seed: accuracy over steps 2 to 24, and at equal KL."""
+    found = {}
+    for method, other in pairs:
+        runs, others = (metrics_by_seed(lines, name) for name in (method, other))
+        seeds = sorted(runs.keys() & others.keys())
+        if len(seeds) > 1:
+            both = [(runs[seed], others[seed]) for seed in seeds]
+            by_step = [np.mean(a["accuracy"][1:]) - np.mean(b["accuracy"][1:]) for a, b in both]
+            equal_kl = [at_equal_kl(*pair, kl) for pair in both]
+            found[method, other] = {"by step": by_step, "at equal KL": equal_kl}
+    return found
+
+
+def two_views_table(lines, pairs, kl="kl"):
+    """Each difference by step and at equal KL; Holm's correction over the pairs of each view."""
+    found = two_views(lines, pairs, kl)
+    rows = [
+        ("difference", "seeds", "by step", "p (Holm)", "at equal KL", "p (Holm)", "KL at the end")
+    ]
+    corrected = {
+        view: holm([t_test(views[view]) for views in found.values()])
+        for view in ("by step", "at equal KL")
+    }
+    for number, (pair, views) in enumerate(found.items()):
+        row = [" − ".join(pair), f"{len(views['by step'])}"]
+        for view, values in views.items():
+            mean, half = interval(values)
+            won = f"({(np.array(values) > 0).sum()} of {np.isfinite(values).sum()})"
+            row += [f"{mean:+.3f} ± {half:.3f} {won}", f"{corrected[view][number]:.3f}"]
+        runs = [metrics_by_seed(lines, name) for name in pair]
+        ends = [
+            np.mean([one[seed][kl][-1] for seed in runs[0].keys() & runs[1].keys()]) for one in runs
+        ]
+        rows.append((*row, " and ".join(f"{end:.3f}" for end in ends)))
+    return markdown(rows)
+
+
+def t_test(values):
+    """p of Student's t-test against 0, NaNs left out; 1 where it cannot be computed."""
+    p = stats.ttest_1samp([value for value in values if np.isfinite(value)], 0).pvalue
+    return p if np.isfinite(p) else 1.0
+
+
+LOPTI_TWO = "Lopti, two optimizers"
+BIAS_PAIRS = [
+    (f"{name}, without bias", other)
+    for name in (
+        "AR α = 1",
+        "AR α = 0.6",
+        "AR",
+        "high only",
+        LOPTI_TWO,
+        REVERSED,
+        "Lopti",
+        "low only",
+    )
+    for other in (name, "GRPO")
+]
+BIAS_PAIRS.append((f"{REVERSED}, without bias", "Lopti, without bias"))
+NEW = "{}, new seeds".format
+NEW_PAIRS = [(NEW(name), NEW("GRPO")) for name in ("Lopti", TWO, "GRPO, learning rate × √2")]
+NEW_PAIRS += [(NEW("Lopti"), NEW(name)) for name in ("GRPO, learning rate × √2", TWO)]
+ON_RECORD = [
+    (f"{name}{ending}", f"GRPO{ending}")
+    for ending in ("", ", plain wording")
+    for name in ("AR", "Lopti", TWO, REVERSED, *experiments.SECOND_STEP, "80/20")
+]
+
+
 def long_frame(lines):
     """A row for each step of the long runs: method, seed, step, reward in training, held out."""
     frames = [pd.DataFrame({"method": [], "step": []})]
@@ -409,6 +515,9 @@ def tables(lines):
     screen = experiments.read_lines(PROGRESS)
     return {
         **{question: family_table(frame, pairs) for question, pairs in FAMILIES.items()},
+        "equal KL, on record": two_views_table(lines, ON_RECORD),
+        "equal KL, new seeds": two_views_table(lines, NEW_PAIRS, "rollout/kl"),
+        "without bias": two_views_table(lines, BIAS_PAIRS),
         "long": long_table(lines),
         "progress, gradient": progress_table(screen, "gradient"),
         "progress, AdamW": progress_table(screen, "AdamW"),

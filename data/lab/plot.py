@@ -123,6 +123,33 @@ def draw_question(lines, question, title):
     return figure
 
 
+def draw_two_views(lines, methods, titles, kl="kl"):
+    """Accuracy in training by step and by KL to the starting policy: the same runs, seen twice.
+
+    Means over the seeds that all methods have, five steps at a time; bands are 95 % intervals.
+    """
+    runs = {name: analysis.metrics_by_seed(lines, name) for name in methods}
+    seeds = sorted(set.intersection(*map(set, runs.values())))
+    if len(seeds) < 2:
+        return None
+    figure, (by_step, by_kl) = canvas(2, sharey=True)
+    for name, of_method in runs.items():
+        curves = [analysis.accuracy_by_kl(of_method[seed], kl) for seed in seeds]
+        at = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 50)
+        steps = analysis.WINDOW // 2 + 1 + np.arange(len(curves[0][0]))
+        views = {by_step: (steps, [y for _, y in curves])}
+        views[by_kl] = (at, [np.interp(at, *curve) for curve in curves])
+        color = COLORS.get(name.split(",")[0] if name not in COLORS else name)
+        for axis, (x, values) in views.items():
+            mean, half = map(np.array, zip(*map(analysis.interval, zip(*values))))
+            axis.plot(x, mean, label=name, color=color)
+            axis.fill_between(x, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
+    by_step.set(title=titles[0], xlabel="training step", ylabel="accuracy in training")
+    by_kl.set(title=titles[1], xlabel="KL to the starting policy (nats a token)", xscale="log")
+    by_step.legend(title=f"{len(seeds)} seeds; bands: 95 %")
+    return figure
+
+
 def draw_long(lines, steps=20):
     """The runs of 200 steps: held-out accuracy and reward in training, means over seeds."""
     frame = analysis.long_frame(lines)
