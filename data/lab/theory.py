@@ -50,7 +50,7 @@ def logit_gradient_bounds(probabilities, vocabulary_size):
     return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room
 
 
-# ---- What AR and Lopti make of it. Not in the paper; data/lab/results/DESIGN.md has the runs.
+# ---- What AR and Lopti make of it (not in the paper)
 # g_t is token t's part of the gradient of Eq. 1 at the policy that sampled, J the expected reward.
 # Its *signal* is s_t = ⟨∇J, E g_t⟩, its *energy* v_t = E‖g_t‖². *Unit progress* is what a step of
 # length 1 adds to J to first order: the learning rate and the clip of the norm fix the length.
@@ -102,9 +102,8 @@ def binary_world_progress(p, decisions, words, synonyms, responses, alpha=0.0):
     decision's right and wrong tokens have parallel gradients: without words every α is the same.
     Where words dominate, AR gains if and only if 2pq > 1/K, and at α = .3 at most 1.21 times.
 
-    >>> plain, ar = (binary_world_progress(0.6, 10, 100, 8, 64, alpha) for alpha in (0, 0.3))
-    >>> round(plain, 3), round(ar / plain, 3)
-    (0.348, 1.098)
+    >>> [round(binary_world_progress(0.6, 10, 100, 8, 64, alpha), 3) for alpha in (0, 0.3, 1)]
+    [0.348, 0.382, 0.606]
     """
     pq, weight = p * (1 - p), 1 - alpha * (1 - 1 / synonyms)
     signal = 2 * pq * (1 - alpha + 2 * alpha * pq)
@@ -180,9 +179,10 @@ def weight_bias(logits, weights, value):
 
         E[m Â ∇log π | s] = Σ_a m(a)(Q-V)∇π(a) + V(s)·∇Σ_a m(a)π(a),   V(s) = E[Â | s]
 
-    m goes by π_old: AR's 1 - α(1-π), a pass's 1[π < η]. With AR this is α·V·∇½Σπ²: it sharpens the
-    policy where V > 0 and flattens it where V < 0. Lopti's two passes have opposite ones. m = 1, or
-    any weight of states (80/20), has none. Exact for any θ if m and the sampling are π_old's.
+    m goes by π_old: AR's 1 - α(1-π), a pass's 1[π < η]. AR's is α·V·∇½Σπ²: it sharpens the policy
+    where V > 0 and flattens it where V < 0. Lopti's passes have opposite ones (α = 0). m = 1, or a
+    weight of states (80/20), has none. It is noise too: T tokens from one state add T²·Â²‖∇Σmπ‖² to
+    the energy, also if V = 0. Exact for any θ without the clip, if π_old sampled and m goes by it.
 
     >>> weight_bias(torch.tensor([0.8, 0.2]).log(), torch.tensor([0.8, 0.2]), torch.tensor(1.0))
     tensor([ 0.0960, -0.0960])
