@@ -29,10 +29,10 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, takewhile
+from itertools import combinations
 from pathlib import Path
 
-from jinja2 import TemplateError  # what chat templates raise; transformers brings it
+from jinja2 import TemplateError  # what chat templates raise; torch brings jinja2
 
 
 def message_text(message):
@@ -114,8 +114,7 @@ def read_roles(text, names=None):
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes
-MAX_DEPTH = 30  # nested brackets, fractions, roots and exponents
-MAX_BITS = 10_000  # size of an exact fraction; an answer that needs more is compared as text
+MAX_BITS = 10_000  # size of an exact power; an answer that needs more is compared as text
 
 
 def math_reward(completions, solution, **columns):
@@ -167,8 +166,8 @@ def answers_match(predicted, expected):
         return False
     try:
         return answer == truth or same_answer(parse(answer), parse(truth))
-    except (ValueError, KeyError, ArithmeticError):  # no expression, no number, too large, 1/0
-        return False
+    except (ValueError, KeyError, ArithmeticError, RecursionError):
+        return False  # no expression, no number, too large, 1/0, or nested too deeply
 
 
 REWRITES = (  # in this order: what can be written in several ways is written in one
@@ -182,12 +181,15 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal))(?![A-Za-z])", " "),
     (r"\\[,;:!()\s]|[$~]", " "),
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b)", ","),  # "2, and 3" has one comma
-    (r"√|(?<!\\)\bsqrt\b", r"\\sqrt "),
-    (r"π|(?<!\\)\bpi\b", r"\\pi "),
+    (r"(?<=\))\s*(?=[0-9.])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
+    (r"√", r"\\sqrt "),
+    (r"π", r"\\pi "),
+    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|sin|cos|tan)(?![A-Za-z])", r"\\\1 "),
     (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*"),
     (r"[−–]", "-"),
     (r"\\leq?(?:slant)?(?![A-Za-z])|≤", "<="),
     (r"\\geq?(?:slant)?(?![A-Za-z])|≥", ">="),
+    (r"\\neq?(?![A-Za-z])|≠", "!="),
     (r"\\in(?![A-Za-z])|∈", "="),  # x \in [1, 2] reads like x = [1, 2]
     (r"^(.*)(?:\\pm(?![A-Za-z])|±)(.*)", r"\1+\2,\1-\2"),
     (r"_\{(\w+)\}", r"_\1"),
@@ -202,8 +204,11 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<=[0-9])\s*(\\text\s*\{\s*)?billion\b", r"e9\1"),
 )
 TOKEN = re.compile(
-    r"""\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}(?:\s*\^\s*\{?[23]\}?)?  # \text{ cm}^2
-    | (?P<word>(?<!\S)[A-Za-z]{4,}|(?<=[0-9]\ )[a-z]{2,})   # a bare word; other letters are factors
+    r"""(?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
+      | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ckm]m|m(?=/s)|ft|in|kg|lb)(?:/(?:s|h|min)\b)?)
+      )(?:\s*\^\s*\{?[23]\}?)?    # \text{cm}^2, cm^2, km/h
+    | (?P<word>(?:(?<=[\[({,=])|\A)\s*[A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z))
+      | (?<!\S)[A-Za-z]{4,})      # ABC, two lines; in 2ab the letters are factors
     | (?:[0-9]+|[A-Za-z])_(?:[0-9]+|[A-Za-z])       # names: x_1, and 1204_9, a numeral in base nine
     | [0-9]+\ +[0-9]+/[0-9]+ | (?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:e-?[0-9]{1,3})?
     | \\[A-Za-z]+ | \\. | [<>!]= | \S""",
@@ -214,31 +219,32 @@ TOKEN = re.compile(
 def tokenize(text):
     r"""Cut LaTeX into tokens and the first letters of its units. Spacing disappears.
 
-    A comma joins 1,200 but not (1,200), which is a point. A unit is a word behind a number.
-    >>> tokenize(r"x = 1,200 \text{ cm}^2")
-    (['x', '=', '1200'], 'c')
+    A comma joins 1,200 but not (1,200), which is a point. A unit is a word behind a number. Letters
+    alone are one word, so ABC is not CAB.
+    >>> tokenize(r"x = 1,200 \text{ cm}^2"), tokenize("two lines")
+    ((['x', '=', '1200'], 'c'), (['twolines'], ''))
     """
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     tokens, units = [], ""
     for match in TOKEN.finditer(text.rstrip(" .,;")):
-        words = (match["text"] or match["word"] or "").strip(" .,;")
+        words = (match["text"] or match["unit"] or match["word"] or "").strip(" .,;")
         after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
         if after_number and re.fullmatch(r"[^\d()]+(\^[23])?", words):
             units += re.sub(r"^(?:square|cubic|sq\.?)\b\s*", "", words)[:1].lower()
         elif match["text"] is not None:  # no unit: it is read like anything else
-            tokens += [part.group() for part in TOKEN.finditer(words)]
+            tokens += tokenize(words)[0]
         else:
-            tokens.append(match.group())
+            tokens.append(re.sub(r"\s", "", words).lower() or match.group())
     return tokens, units
 
 
-NAME = re.compile(r"[A-Za-z](_\w+)?|[0-9]+_\w+|\\(pi|infty|alpha|beta|gamma|theta|lambda|mu|phi)")
+NAME = re.compile(r"[A-Za-z]+(_\w+)?|[0-9]+_\w+|\\(pi|infty|alpha|beta|gamma|theta|lambda|mu|phi)")
 CONSTANTS = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
 BRACKETS = {"(": ") ]", "[": ") ]", "{": "}", r"\{": r"\}", r"\begin": r"\end"}
 PRECEDENCE = {";": 1, ",": 2, "=": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3, r"\cup": 4}
 PRECEDENCE |= {"+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
-SIGN, OPERAND = 7, 9  # how tightly a sign in front binds; no operator binds as an operand does
+FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
 
 
 def parse(tokens):
@@ -263,34 +269,19 @@ class Parser:
     """Precedence climbing: the right side of an operator takes in all that binds more tightly."""
 
     def __init__(self, tokens):
-        self.tokens, self.depth = tokens, 0
+        self.tokens = tokens
 
     def expression(self, level=1):
-        """Read operators of precedence `level` or more. All that nests is counted here."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        tree = (level <= PRECEDENCE["="] and self.word()) or self.operand()
+        """Read operators of precedence `level` or more."""
+        tree = self.operand()
         while True:
             token = self.tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
-            starts_factor = token in ("(", "[", "{", r"\frac", r"\sqrt") or NAME.fullmatch(token)
-            operation = "*" if starts_factor else token
-            precedence = PRECEDENCE.get(operation, 0)
-            if precedence < level:
-                break
-            if not starts_factor:
-                self.tokens.pop(0)
+            starts_factor = token in ("(", "[", "{", r"\frac", *FUNCTIONS) or NAME.fullmatch(token)
+            precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
+            if precedence < level or (level == FACTOR and token in FUNCTIONS):
+                return tree
+            operation = "*" if starts_factor else self.tokens.pop(0)
             tree = join(tree, operation, self.expression(precedence + 1))
-        self.depth -= 1
-        return tree
-
-    def word(self):
-        """Read letters alone as a word, not as a product: ABC is not CAB."""
-        letters = list(takewhile(str.isalpha, self.tokens))
-        word = "".join(letters).lower()
-        if len(word) > 1 and self.tokens[len(letters)] in ("", ",", "="):
-            del self.tokens[: len(letters)]
-            return word
 
     def operand(self):
         token = self.tokens.pop(0)
@@ -304,6 +295,8 @@ class Parser:
         if token == r"\sqrt":
             degree = self.expression(OPERAND) if self.tokens[0] == "[" else Fraction(2)
             return (r"\sqrt", self.expression(OPERAND), degree)
+        if token in FUNCTIONS:  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
+            return (token, self.expression(OPERAND if self.tokens[0] in BRACKETS else FACTOR))
         if NAME.fullmatch(token):
             return token
         if not re.match("[0-9.]", token):
@@ -393,10 +386,7 @@ def evaluate(tree, sign=1):
     if isinstance(tree, str):
         code = zlib.crc32(tree.encode("utf-8", "replace"))
         return CONSTANTS.get(tree) or sign * Fraction(5000 + code % 10007, 10007)
-    values = [evaluate(part, sign) for part in tree[1:]]
-    if sum(map(bits, values)) > MAX_BITS:
-        raise ValueError("too large")
-    return OPERATIONS[tree[0]](*values)
+    return OPERATIONS[tree[0]](*(evaluate(part, sign) for part in tree[1:]))
 
 
 def bits(value):
@@ -411,14 +401,11 @@ def power(base, exponent):
     return base**exponent
 
 
-OPERATIONS = {
-    "+": lambda *terms: sum(terms),
-    "-": operator.neg,
-    "*": lambda *factors: math.prod(factors),
-    "/": operator.truediv,
-    "^": power,
-    r"\sqrt": lambda value, degree: power(value, 1 / degree),
-}
+FUNCTIONS = {f"\\{name}": getattr(cmath, name) for name in ("sin", "cos", "tan", "exp")}
+FUNCTIONS |= {r"\ln": cmath.log, r"\log": cmath.log10}
+FUNCTIONS[r"\sqrt"] = lambda value, degree: power(value, 1 / degree)
+OPERATIONS = {"+": lambda *terms: sum(terms), "*": lambda *factors: math.prod(factors)}
+OPERATIONS |= {"-": operator.neg, "/": operator.truediv, "^": power, **FUNCTIONS}
 
 
 def is_rational(value):
@@ -432,12 +419,12 @@ def is_rational(value):
 def is_finished(tree):
     r"""Tell whether a number is an answer: no operation is left that could be carried out. So
 
-    1. no operation has a rational result, as 6 + 5, 2^{10} and \sqrt{16} have, and no power or root
-       a multiple of i; but a fraction in lowest terms is an answer;
+    1. no operation has a rational result, as 6 + 5, 2^{10}, \sqrt{16} and \ln e have, and no power
+       or root a multiple of i; but a fraction in lowest terms is an answer;
     2. no term is a multiple of another, as in 2\sqrt3 + \sqrt3;
     3. no two factors are of one kind, as in \sqrt2\sqrt3;
     4. no operation is applied to a sum or to itself, as in 2(1 + \sqrt2), (2 + i)^2 and -(-5); but
-       a sum may be a numerator or stand under a root.
+       a sum may be a numerator or stand in a function or under a root.
 
     A mixed number and a number times a power of ten are numerals, not operations.
     """
@@ -447,13 +434,13 @@ def is_finished(tree):
     values = [evaluate(part) for part in parts]
     value = OPERATIONS[operation](*values)
     inner = parts[1:] if operation == "/" else parts
-    if operation != r"\sqrt" and any(head(part) in ("+", operation) for part in inner):
+    if operation not in FUNCTIONS and any(head(part) in ("+", operation) for part in inner):
         return False
     if operation == "-":
         done = True
     elif is_rational(value):
         exact = isinstance(value, Fraction)
-        done = exact and operation == "/" and values[1] == value.denominator > 1
+        done = exact and operation == "/" and abs(values[1]) == value.denominator > 1
     elif operation == "+":
         done = not any(is_rational(a / b) for a, b in combinations(values, 2))
     elif operation == "*":
@@ -488,6 +475,7 @@ class Task:
     system: str = ""  # the system message
     request: str = ""  # what follows the question
     opening: str = ""  # what the assistant's turn begins with
+    answer: str = ""  # the shortest response with the answer %s
 
     def messages(self, question):
         """A question as a chat."""
@@ -496,23 +484,38 @@ class Task:
 
 
 TASKS = {
-    "kk": Task(kk_reward, 3.0, "people", system=KK_SYSTEM_PROMPT, opening="<think>"),
-    "math": Task(math_reward, 1.0, "level", request=f"\n\n{MATH_REQUEST}"),
+    "kk": Task(
+        kk_reward,
+        solved=3.0,
+        difficulty="people",
+        answer="</think><answer>%s</answer>",
+        system=KK_SYSTEM_PROMPT,
+        opening="<think>",
+    ),
+    "math": Task(
+        math_reward,
+        solved=1.0,
+        difficulty="level",
+        answer=r"\boxed{%s}",
+        request=f"\n\n{MATH_REQUEST}",
+    ),
 }
 
 
 def question_and_solution(row):
     """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
     if "quiz" in row:  # K-and-K/knights-and-knaves
-        return row["quiz"], row["solution_text_format"]
-    if "problem" in row:  # DeepScaleR, MATH-500, MATH
-        return row["problem"], row["answer"] if "answer" in row else extract_boxed(row["solution"])
+        return row["quiz"], row.get("solution_text_format")
+    if "problem" in row and "answer" in row:  # DeepScaleR, MATH-500
+        return row["problem"], row["answer"]
+    if "problem" in row:  # MATH
+        return row["problem"], extract_boxed(row.get("solution") or "")
     if "question" in row:  # GSM8K
-        return row["question"], str(row["answer"]).split("####")[-1].strip()
+        return row["question"], str(row.get("answer", "")).split("####")[-1]
     if "reward_model" in row:  # verl: the prompt is chat messages
         truth = row["reward_model"]["ground_truth"]
         return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
-    return row["prompt"], row["solution"]  # TRL: the prompt is chat messages, or text
+    return row.get("prompt"), row.get("solution")  # TRL: the prompt is chat messages, or text
 
 
 # ==================================================================================================
@@ -547,46 +550,84 @@ def told_in_a_sentence():
 
 
 def load_data(args, tokenizer):
-    """Training and evaluation rows; no training question holds, or is held by, an evaluation's."""
+    """Training and evaluation rows; no training question holds, or is held by, an evaluation's.
+
+    With --eval-only nothing is loaded to train on. What is in the evaluation file is never trained
+    on, though only --eval-size rows of each difficulty are evaluated.
+    """
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
-    training = load_rows(args.data or files / f"{args.task}_train.jsonl", args, tokenizer)
-    evaluation = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-    held_out = [row["question"] for row in evaluation]
-    new = []
-    for row in training:
-        if not any(text in row["question"] or row["question"] in text for text in held_out):
-            new.append(row)
+    held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
+    training = []
+    if not args.eval_only:
+        questions = [row["question"] for row in held_out]
+        source = args.data or files / f"{args.task}_train.jsonl"
+        training = load_rows(source, args, tokenizer, questions)
     chosen, counts = [], Counter()
-    for row in sorted(evaluation, key=lambda row: (len(row["difficulty"]), row["difficulty"])):
+    for row in sorted(held_out, key=lambda row: (len(row["difficulty"]), row["difficulty"])):
         counts[row["difficulty"]] += 1
         if counts[row["difficulty"]] <= (args.eval_size or math.inf):
             chosen.append(row)
-    dropped = f"{len(training) - len(new)} dropped that are also for evaluation"
-    print(f"{len(new)} training prompts ({dropped}), {len(chosen)} evaluation prompts")
-    if not chosen or not (new or args.eval_only):
-        raise UserError("no prompts are left: see --task, --data, --eval-data, --people")
-    return new, chosen
+    evaluation = f"{len(chosen)} of {len(held_out)} evaluation prompts"
+    print(f"{len(training)} training prompts, {evaluation}")
+    return training, chosen
 
 
-def load_rows(source, args, tokenizer):
-    """The rows of a data file or hub data set that fit the settings, with their prompt texts."""
-    table, rows = read_table(str(source)), []
-    while True:
-        with user_errors(f"cannot read row {len(rows) + 1} of {source}"):
-            columns = next(table, None)
-            if columns is None:
-                break
-            rows.append(make_row(columns, args.task, tokenizer))
-    if args.task == "kk":
-        rows = [row for row in rows if int(row["difficulty"]) in args.people]
-    ids = tokenizer([row["prompt"] for row in rows] or [""], add_special_tokens=False)["input_ids"]
-    short = [row for row, ids in zip(rows, ids) if len(ids) <= args.max_prompt_length]
-    if len(short) < len(rows):
-        limit = f"--max-prompt-length {args.max_prompt_length}"
-        print(f"{source}: dropped {len(rows) - len(short)} prompts longer than {limit}")
-    return short
+def load_rows(source, args, tokenizer, held_out=()):
+    """The rows of a data file or hub data set that can be used. One line tells of the others:
+
+    train.jsonl: 9 rows, 2 left out: 2 longer than --max-prompt-length 400 (row 4, 7)
+    """
+    with user_errors(f"cannot read {source}"):
+        table = list(read_table(str(source)))
+        names = dict.fromkeys(itertools.chain(*table))
+    rows, left_out = [], {}  # reason → the numbers of its rows
+    for number, columns in enumerate(table, 1):
+        with user_errors(f"cannot read row {number} of {source}"):
+            row = make_row(columns, args.task, tokenizer)
+        row["columns"] = {name: columns.get(name) for name in names}  # every row has all of them
+        if reason := why_left_out(row, args, tokenizer, held_out):
+            left_out.setdefault(reason, []).append(str(number))
+        else:
+            rows.append(row)
+    told = f"{Path(source).name}: {len(table)} rows, {len(table) - len(rows)} left out: "
+    for reason, numbers in left_out.items():
+        which = ", ".join(numbers[:3]) + ", …" * (len(numbers) > 3)
+        told += f"{len(numbers)} {reason} (row {which}), "
+    if not rows:
+        raise UserError(f"no prompts are left of {told[:-2]}; see --task, --data and --eval-data")
+    if left_out:
+        print(told[:-2])
+    return rows
+
+
+def why_left_out(row, args, tokenizer, held_out):
+    """The reason why a row cannot be used, or None. `held_out` has the evaluation's questions."""
+    task, question, solution = TASKS[args.task], row["question"], row["solution"]
+    if not question or not solution:
+        return "without a prompt or a solution"
+    if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
+        return "with half a character (a lone surrogate)"
+    if not args.reward and not solves_itself(task, solution):
+        return "whose solution the reward cannot read"
+    if args.task == "kk" and int(row["difficulty"]) not in args.people:
+        return f"not of --people {' '.join(map(str, args.people))}"
+    if (
+        len(tokenizer(row["prompt"], add_special_tokens=False)["input_ids"])
+        > args.max_prompt_length
+    ):
+        return f"longer than --max-prompt-length {args.max_prompt_length}"
+    if any(text in question or question in text for text in held_out):
+        return "also in the evaluation data"
+
+
+def solves_itself(task, solution):
+    """Tell whether a solution, given as the answer, earns the task's full reward."""
+    try:
+        return task.reward([task.answer % solution], [solution]) == [task.solved]
+    except ValueError:
+        return False
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -606,7 +647,10 @@ def read_table(source):
     if kind == ".json":
         yield from json.loads(Path(source).read_text(encoding="utf-8"))
     elif kind == ".jsonl":
-        yield from map(json.loads, Path(source).read_text(encoding="utf-8").strip().split("\n"))
+        lines = Path(source).read_text(encoding="utf-8").strip().split("\n")
+        for number, line in enumerate(lines, 1):
+            with user_errors(f"cannot read row {number} of {source}"):
+                yield json.loads(line)
     elif kind == ".csv":
         with open(source, newline="", encoding="utf-8") as stream:
             yield from csv.DictReader(stream)
@@ -623,21 +667,19 @@ def read_table(source):
 def make_row(columns, task, tokenizer):
     """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
     question, solution = question_and_solution(columns)
-    if not question or solution in (None, ""):
-        raise ValueError("its prompt or its solution is empty")
+    question, solution = question or "", "" if solution is None else str(solution).strip()
     if question == columns.get("prompt"):  # the row brings a whole prompt
         prompt = render_prompt(tokenizer, question)
     else:
         prompt = render_prompt(tokenizer, TASKS[task].messages(question), TASKS[task].opening)
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
-    people = len(str(solution).strip().splitlines())
+    people = len(read_roles(solution) or ())
     return {
         "question": " ".join(question.split()).casefold(),
         "prompt": prompt,
-        "solution": str(solution),
+        "solution": solution,
         "difficulty": str(people if task == "kk" else columns.get("level", "all")),
-        "columns": columns,
     }
 
 
@@ -672,7 +714,8 @@ def compute_rewards(texts, rows, args):
     and gets every column of the data as a list with one entry for each response.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
-    columns = {name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]}
+    names = dict.fromkeys(itertools.chain(*(row["columns"] for row in rows)))
+    columns = {name: [row["columns"].get(name) for row in rows] for name in names}
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {function.__name__} failed"):
