@@ -25,8 +25,7 @@ import random
 import re
 import sys
 import zlib
-from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import combinations
@@ -241,7 +240,8 @@ def tokenize(text):
 
 NAME = re.compile(r"[A-Za-z]+(_\w+)?|[0-9]+_\w+|\\(pi|infty|alpha|beta|gamma|theta|lambda|mu|phi)")
 CONSTANTS = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-BRACKETS = {"(": ") ]", "[": ") ]", "{": "}", r"\{": r"\}", r"\begin": r"\end"}
+OPENING = ("(", "[", "{", r"\{", r"\begin")
+KINDS = {kind: kind for kind in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
 PRECEDENCE = {";": 1, ",": 2, "=": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3, r"\cup": 4}
 PRECEDENCE |= {"+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
@@ -253,10 +253,10 @@ def parse(tokens):
     >>> parse(["2", "x", "-", "y"])
     ('+', ('*', Fraction(2, 1), 'x'), ('-', 'y'))
     """
-    parser = Parser([*tokens, ""])  # "" is the end
-    tree = parser.expression()
-    if parser.tokens != [""]:
-        raise ValueError(f"cannot read {parser.tokens}")
+    tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
+    tree = expression(tokens)
+    if tokens != [""]:
+        raise ValueError(f"cannot read {tokens}")
     return ("{}", *tree[1:]) if head(tree) == "," else tree
 
 
@@ -265,55 +265,45 @@ def head(tree):
     return tree[0] if isinstance(tree, tuple) else tree
 
 
-class Parser:
-    """Precedence climbing: the right side of an operator takes in all that binds more tightly."""
+def expression(tokens, level=1):
+    """Read operators of precedence `level` or more; on the right of one stands what binds more."""
+    tree = operand(tokens)
+    while True:
+        token = tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
+        starts_factor = token in ("(", "[", "{", r"\frac", *FUNCTIONS) or NAME.fullmatch(token)
+        precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
+        if precedence < level or (level == FACTOR and token in FUNCTIONS):
+            return tree
+        operation = "*" if starts_factor else tokens.pop(0)
+        tree = join(tree, operation, expression(tokens, precedence + 1))
 
-    def __init__(self, tokens):
-        self.tokens = tokens
 
-    def expression(self, level=1):
-        """Read operators of precedence `level` or more."""
-        tree = self.operand()
-        while True:
-            token = self.tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
-            starts_factor = token in ("(", "[", "{", r"\frac", *FUNCTIONS) or NAME.fullmatch(token)
-            precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
-            if precedence < level or (level == FACTOR and token in FUNCTIONS):
-                return tree
-            operation = "*" if starts_factor else self.tokens.pop(0)
-            tree = join(tree, operation, self.expression(precedence + 1))
-
-    def operand(self):
-        token = self.tokens.pop(0)
-        if token in ("+", "-"):
-            tree = self.expression(SIGN)
-            return ("-", tree) if token == "-" else tree
-        if token in BRACKETS:
-            return self.bracket(token)
-        if token == r"\frac":
-            return ("/", self.expression(OPERAND), self.expression(OPERAND))
-        if token == r"\sqrt":
-            degree = self.expression(OPERAND) if self.tokens[0] == "[" else Fraction(2)
-            return (r"\sqrt", self.expression(OPERAND), degree)
-        if token in FUNCTIONS:  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
-            return (token, self.expression(OPERAND if self.tokens[0] in BRACKETS else FACTOR))
-        if NAME.fullmatch(token):
-            return token
-        if not re.match("[0-9.]", token):
-            raise ValueError(f"not an expression: {token!r}")
-        whole, *part = map(Fraction, re.split("[ /]+", token))
-        if part and not part[0] < part[1] == Fraction(*part).denominator:
-            raise ValueError("not a mixed number in lowest terms")
-        return whole + Fraction(*part) if part else whole
-
-    def bracket(self, opening):
-        tree, closing = self.expression(), self.tokens.pop(0)
-        if closing not in BRACKETS[opening].split():
-            raise ValueError(f"{opening} is not closed")
-        kind = "{}" if opening == r"\{" else opening + closing
+def operand(tokens):
+    """Read a number, a name, a bracket, or a function or sign and what it is applied to."""
+    token = tokens.pop(0)
+    if token in ("+", "-"):
+        tree = expression(tokens, SIGN)
+        return ("-", tree) if token == "-" else tree
+    if token in OPENING:
+        tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
         if head(tree) == ",":
             return (kind, *tree[1:])
         return tree if kind in ("()", "[]", "{}") else (kind, tree)  # (5), {5} are 5
+    if token == r"\frac":
+        return ("/", expression(tokens, OPERAND), expression(tokens, OPERAND))
+    if token == r"\sqrt":
+        degree = expression(tokens, OPERAND) if tokens[0] == "[" else Fraction(2)
+        return (r"\sqrt", expression(tokens, OPERAND), degree)
+    if token in FUNCTIONS:  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
+        return (token, expression(tokens, OPERAND if tokens[0] in OPENING else FACTOR))
+    if NAME.fullmatch(token):
+        return token
+    if not re.match("[0-9.]", token):
+        raise ValueError(f"not an expression: {token!r}")
+    whole, *part = map(Fraction, re.split("[ /]+", token))
+    if part and not part[0] < part[1] == Fraction(*part).denominator:
+        raise ValueError("not a mixed number in lowest terms")
+    return whole + Fraction(*part) if part else whole
 
 
 def join(left, operation, right):
@@ -351,53 +341,37 @@ def same_answer(answer, truth):
 def same_value(answer, truth):
     """Tell whether an expression has the value of another, and its form.
 
-    Both must have the same variables, which get fixed values, once positive and once negative.
-    Fractions are compared exactly, other numbers to nine digits. A number must be finished. With
-    variables a sum must have as many terms: where the factors are asked for, x^2 - 1 is not
-    (x - 1)(x + 1), nor the other way round.
+    Variables get fixed values, once positive and once negative. Fractions are compared exactly,
+    other numbers to nine digits. A number must be finished. With variables a sum must have as many
+    terms: where the factors are asked for, x^2 - 1 is not (x - 1)(x + 1), nor the other way round.
     """
-    names = variables(truth)
-    if variables(answer) != names:
-        return False
-    for sign in (1, -1):
-        values = evaluate(answer, sign), evaluate(truth, sign)
+    rounds = [(evaluate(answer, sign), evaluate(truth, sign)) for sign in (1, -1)]
+    for values in rounds:
         exact = all(isinstance(value, Fraction) for value in values)
         if not (values[0] == values[1] if exact else cmath.isclose(*values)):
             return False
-    if names:
-        return count_terms(answer) == count_terms(truth)
+    if rounds[0] != rounds[1]:  # there are variables
+        terms = [len(tree) if head(tree) == "+" else 2 for tree in (answer, truth)]
+        return terms[0] == terms[1]
     return answer == truth or is_finished(answer)
 
 
-def count_terms(tree):
-    return len(tree) - 1 if head(tree) == "+" else 1
-
-
-def variables(tree):
-    if isinstance(tree, tuple):
-        return set().union(*map(variables, tree[1:]))
-    return {tree} if isinstance(tree, str) and tree not in CONSTANTS else set()
-
-
 def evaluate(tree, sign=1):
-    """Return the number that a tree stands for; a variable is a fixed fraction times `sign`."""
+    """Return the number that a tree stands for; a variable is a fixed fraction of that sign."""
     if isinstance(tree, Fraction):
         return tree
     if isinstance(tree, str):
-        code = zlib.crc32(tree.encode("utf-8", "replace"))
+        code = zlib.crc32(f"{sign} {tree}".encode("utf-8", "replace"))
         return CONSTANTS.get(tree) or sign * Fraction(5000 + code % 10007, 10007)
     return OPERATIONS[tree[0]](*(evaluate(part, sign) for part in tree[1:]))
 
 
-def bits(value):
-    """Return the size of a Fraction; floats have no size to limit."""
-    is_exact = isinstance(value, Fraction)
-    return value.numerator.bit_length() + value.denominator.bit_length() if is_exact else 0
-
-
 def power(base, exponent):
-    if isinstance(exponent, Fraction) and bits(base) * abs(exponent) > MAX_BITS:
-        raise ValueError("too large")
+    """Return base^exponent, unless an exact fraction would get too large."""
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        size = base.numerator.bit_length() + base.denominator.bit_length()
+        if size * abs(exponent) > MAX_BITS:
+            raise ValueError("too large")
     return base**exponent
 
 
@@ -418,14 +392,12 @@ def is_rational(value):
 
 def is_finished(tree):
     r"""Tell whether a number is an answer: no operation is left that could be carried out. So
-
     1. no operation has a rational result, as 6 + 5, 2^{10}, \sqrt{16} and \ln e have, and no power
        or root a multiple of i; but a fraction in lowest terms is an answer;
     2. no term is a multiple of another, as in 2\sqrt3 + \sqrt3;
     3. no two factors are of one kind, as in \sqrt2\sqrt3;
     4. no operation is applied to a sum or to itself, as in 2(1 + \sqrt2), (2 + i)^2 and -(-5); but
        a sum may be a numerator or stand in a function or under a root.
-
     A mixed number and a number times a power of ten are numerals, not operations.
     """
     if not isinstance(tree, tuple):
@@ -451,9 +423,7 @@ def is_finished(tree):
     return done and all(map(is_finished, parts))
 
 
-# ==================================================================================================
-# The two tasks: what is asked, and what a response earns
-# ==================================================================================================
+# ------------------------------------------ The two tasks: what is asked, and what a response earns
 
 KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then \
 answer it. Write your reasoning between <think> and </think>, and after it your final answer \
@@ -475,7 +445,6 @@ class Task:
     system: str = ""  # the system message
     request: str = ""  # what follows the question
     opening: str = ""  # what the assistant's turn begins with
-    answer: str = ""  # the shortest response with the answer %s
 
     def messages(self, question):
         """A question as a chat."""
@@ -484,21 +453,8 @@ class Task:
 
 
 TASKS = {
-    "kk": Task(
-        kk_reward,
-        solved=3.0,
-        difficulty="people",
-        answer="</think><answer>%s</answer>",
-        system=KK_SYSTEM_PROMPT,
-        opening="<think>",
-    ),
-    "math": Task(
-        math_reward,
-        solved=1.0,
-        difficulty="level",
-        answer=r"\boxed{%s}",
-        request=f"\n\n{MATH_REQUEST}",
-    ),
+    "kk": Task(kk_reward, 3.0, "people", system=KK_SYSTEM_PROMPT, opening="<think>"),
+    "math": Task(math_reward, 1.0, "level", request=f"\n\n{MATH_REQUEST}"),
 }
 
 
@@ -518,9 +474,7 @@ def question_and_solution(row):
     return row.get("prompt"), row.get("solution")  # TRL: the prompt is chat messages, or text
 
 
-# ==================================================================================================
-# From a data file to rows, from a row to a prompt, from a response to its reward
-# ==================================================================================================
+# ------------------ From a data file to rows, from a row to a prompt, from a response to its reward
 
 
 class UserError(Exception):
@@ -564,11 +518,10 @@ def load_data(args, tokenizer):
         questions = [row["question"] for row in held_out]
         source = args.data or files / f"{args.task}_train.jsonl"
         training = load_rows(source, args, tokenizer, questions)
-    chosen, counts = [], Counter()
-    for row in sorted(held_out, key=lambda row: (len(row["difficulty"]), row["difficulty"])):
-        counts[row["difficulty"]] += 1
-        if counts[row["difficulty"]] <= (args.eval_size or math.inf):
-            chosen.append(row)
+    chosen = []
+    for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
+        rows = [row for row in held_out if row["difficulty"] == level]
+        chosen += rows[: args.eval_size or None]
     evaluation = f"{len(chosen)} of {len(held_out)} evaluation prompts"
     print(f"{len(training)} training prompts, {evaluation}")
     return training, chosen
@@ -580,7 +533,7 @@ def load_rows(source, args, tokenizer, held_out=()):
     train.jsonl: 9 rows, 2 left out: 2 longer than --max-prompt-length 400 (row 4, 7)
     """
     with user_errors(f"cannot read {source}"):
-        table = list(read_table(str(source)))
+        table = read_table(str(source))
         names = dict.fromkeys(itertools.chain(*table))
     rows, left_out = [], {}  # reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
@@ -623,11 +576,10 @@ def why_left_out(row, args, tokenizer, held_out):
 
 
 def solves_itself(task, solution):
-    """Tell whether a solution, given as the answer, earns the task's full reward."""
-    try:
-        return task.reward([task.answer % solution], [solution]) == [task.solved]
-    except ValueError:
-        return False
+    """Tell whether a solution earns the full reward, as the answer in the form of either task."""
+    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
+    with suppress(ValueError):
+        return task.reward([response], [solution]) == [task.solved]
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -644,24 +596,18 @@ def prompt_stream(rows, size, seed, skip=0):
 def read_table(source):
     """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split."""
     kind = Path(source).suffix
-    if kind == ".json":
-        yield from json.loads(Path(source).read_text(encoding="utf-8"))
-    elif kind == ".jsonl":
-        lines = Path(source).read_text(encoding="utf-8").strip().split("\n")
-        for number, line in enumerate(lines, 1):
-            with user_errors(f"cannot read row {number} of {source}"):
-                yield json.loads(line)
-    elif kind == ".csv":
+    if kind in (".json", ".jsonl"):
+        text = Path(source).read_text(encoding="utf-8").strip()
+        return json.loads(text if kind == ".json" else f"[{text}]".replace("\n", ",\n"))
+    if kind == ".csv":
         with open(source, newline="", encoding="utf-8") as stream:
-            yield from csv.DictReader(stream)
-    else:
-        import datasets  # here, because it takes a second to import
+            return list(csv.DictReader(stream))
+    import datasets  # here, because it takes a second to import
 
-        if kind == ".parquet":
-            yield from datasets.Dataset.from_parquet(source)
-        else:
-            name, configuration, split = (source.split(":") + ["", ""])[:3]
-            yield from datasets.load_dataset(name, configuration or None, split=split or "train")
+    if kind == ".parquet":
+        return datasets.Dataset.from_parquet(source).to_list()
+    name, configuration, split = (source.split(":") + ["", ""])[:3]
+    return list(datasets.load_dataset(name, configuration or None, split=split or "train"))
 
 
 def make_row(columns, task, tokenizer):
