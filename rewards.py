@@ -28,7 +28,6 @@ import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
 from pathlib import Path
 
 from jinja2 import TemplateError  # what chat templates raise; torch brings jinja2
@@ -113,16 +112,14 @@ def read_roles(text, names=None):
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes
-MAX_BITS = 10_000  # size of an exact power; an answer that needs more is compared as text
+MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
 
 
 def math_reward(completions, solution, **columns):
     r"""Return 1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
 
-    Args:
-        completions: strings or lists of chat messages.
-        solution: one answer per completion, for example r"\frac{1}{2}".
-        columns: ignored; trainers pass the other columns of the data set here.
+    Completions and solutions, such as r"\frac{1}{2}", as for kk_reward; `columns` are ignored. As in
+    the graders of the field, a fraction that can be reduced is wrong.
     """
     boxed = [extract_boxed(message_text(completion)) for completion in completions]
     pairs = zip(boxed, solution, strict=True)
@@ -136,17 +133,16 @@ def extract_boxed(text):
     '\\frac{1}{2}'
     """
     text = text.rpartition("</think>")[2]
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    opening = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))").match(text, max(start, 0))
-    if opening is None or opening.group(1):  # \boxed 5 has no braces
-        return opening and opening.group(1)
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"), 0)
+    opening = re.match(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))", text[start : start + MAX_BOX])
+    if opening is None or opening[1]:  # \boxed 5 has no braces
+        return opening and opening[1]
     # Not to the end of the text: a model that has learnt to repeat "{" would make this slow.
-    depth, end = 1, opening.end() + MAX_BOX
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening.end(), end):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)  # \{ and \} do not nest
+    depth, content = 1, text[start + opening.end() :][:MAX_BOX]
+    for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
         if depth == 0:
-            return text[opening.end() : brace.start()]
-    return None  # the closing brace is missing or far away
+            return content[: brace.start()]
 
 
 def answers_match(predicted, expected):
@@ -154,7 +150,7 @@ def answers_match(predicted, expected):
 
     A unit may be missing. Where both answers have units, these must begin with the same letter: cm
     and centimetres agree, cents and \$ (dollars) do not. By the convention of the paper's grader
-    20\% counts as 20.
+    20\% counts as 20. As in the graders of the field, 2/4 is not 1/2: the fraction is not reduced.
     >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
     (True, False, True)
     """
@@ -367,11 +363,8 @@ def evaluate(tree, sign=1):
 
 
 def power(base, exponent):
-    """Return base^exponent, unless an exact fraction would get too large."""
-    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
-        size = base.numerator.bit_length() + base.denominator.bit_length()
-        if size * abs(exponent) > MAX_BITS:
-            raise ValueError("too large")
+    if isinstance(exponent, Fraction) and len(str(base)) * abs(exponent) > MAX_DIGITS:
+        raise ValueError("too large")
     return base**exponent
 
 
@@ -414,7 +407,7 @@ def is_finished(tree):
         exact = isinstance(value, Fraction)
         done = exact and operation == "/" and abs(values[1]) == value.denominator > 1
     elif operation == "+":
-        done = not any(is_rational(a / b) for a, b in combinations(values, 2))
+        done = not any(is_rational(a / b) for a, b in itertools.combinations(values, 2))
     elif operation == "*":
         kinds = {"rational" if is_rational(v) else head(part) for v, part in zip(values, parts)}
         done = len(kinds) == len(parts)
@@ -467,7 +460,7 @@ def question_and_solution(row):
     if "problem" in row:  # MATH
         return row["problem"], extract_boxed(row.get("solution") or "")
     if "question" in row:  # GSM8K
-        return row["question"], str(row.get("answer", "")).split("####")[-1]
+        return row["question"], str(row.get("answer", "")).split("####")[-1].strip()
     if "reward_model" in row:  # verl: the prompt is chat messages
         truth = row["reward_model"]["ground_truth"]
         return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
@@ -506,8 +499,8 @@ def told_in_a_sentence():
 def load_data(args, tokenizer):
     """Training and evaluation rows; no training question holds, or is held by, an evaluation's.
 
-    With --eval-only nothing is loaded to train on. What is in the evaluation file is never trained
-    on, though only --eval-size rows of each difficulty are evaluated.
+    With --eval-only nothing is loaded to train on. Of each difficulty --eval-size rows are
+    evaluated; those beyond are not trained on either.
     """
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
@@ -515,15 +508,12 @@ def load_data(args, tokenizer):
     held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
     training = []
     if not args.eval_only:
-        questions = [row["question"] for row in held_out]
         source = args.data or files / f"{args.task}_train.jsonl"
-        training = load_rows(source, args, tokenizer, questions)
+        training = load_rows(source, args, tokenizer, held_out)
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
-        rows = [row for row in held_out if row["difficulty"] == level]
-        chosen += rows[: args.eval_size or None]
-    evaluation = f"{len(chosen)} of {len(held_out)} evaluation prompts"
-    print(f"{len(training)} training prompts, {evaluation}")
+        chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
+    print(f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts")
     return training, chosen
 
 
@@ -541,45 +531,40 @@ def load_rows(source, args, tokenizer, held_out=()):
             row = make_row(columns, args.task, tokenizer)
         row["columns"] = {name: columns.get(name) for name in names}  # every row has all of them
         if reason := why_left_out(row, args, tokenizer, held_out):
-            left_out.setdefault(reason, []).append(str(number))
+            left_out.setdefault(reason, []).append(number)
         else:
             rows.append(row)
-    told = f"{Path(source).name}: {len(table)} rows, {len(table) - len(rows)} left out: "
-    for reason, numbers in left_out.items():
-        which = ", ".join(numbers[:3]) + ", …" * (len(numbers) > 3)
-        told += f"{len(numbers)} {reason} (row {which}), "
+    reasons = [f"{len(them)} {why} (row {str(them[:9])[1:-1]})" for why, them in left_out.items()]
+    told = f"{len(table)} rows, {len(table) - len(rows)} left out: {', '.join(reasons)}"
     if not rows:
-        raise UserError(f"no prompts are left of {told[:-2]}; see --task, --data and --eval-data")
+        raise UserError(f"no prompts are left of {source}; see --task and --data ({told})")
     if left_out:
-        print(told[:-2])
+        print(f"{Path(source).name}: {told}")
     return rows
 
 
 def why_left_out(row, args, tokenizer, held_out):
-    """The reason why a row cannot be used, or None. `held_out` has the evaluation's questions."""
+    """The reason why a row cannot be used, or None. No row of `held_out` is trained on."""
     task, question, solution = TASKS[args.task], row["question"], row["solution"]
-    if not question or not solution:
+    if not question or not solution.strip():
         return "without a prompt or a solution"
     if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
         return "with half a character (a lone surrogate)"
-    if not args.reward and not solves_itself(task, solution):
+    # A solution, as the answer in the form of either task, must earn the full reward.
+    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
+    try:
+        readable = args.reward or task.reward([response], [solution]) == [task.solved]
+    except ValueError:
+        readable = False
+    if not readable:
         return "whose solution the reward cannot read"
     if args.task == "kk" and int(row["difficulty"]) not in args.people:
         return f"not of --people {' '.join(map(str, args.people))}"
-    if (
-        len(tokenizer(row["prompt"], add_special_tokens=False)["input_ids"])
-        > args.max_prompt_length
-    ):
+    ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+    if len(ids) > args.max_prompt_length:
         return f"longer than --max-prompt-length {args.max_prompt_length}"
-    if any(text in question or question in text for text in held_out):
+    if any(old["question"] in question or question in old["question"] for old in held_out):
         return "also in the evaluation data"
-
-
-def solves_itself(task, solution):
-    """Tell whether a solution earns the full reward, as the answer in the form of either task."""
-    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
-    with suppress(ValueError):
-        return task.reward([response], [solution]) == [task.solved]
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -613,7 +598,7 @@ def read_table(source):
 def make_row(columns, task, tokenizer):
     """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
     question, solution = question_and_solution(columns)
-    question, solution = question or "", "" if solution is None else str(solution).strip()
+    question, solution = question or "", "" if solution is None else str(solution)
     if question == columns.get("prompt"):  # the row brings a whole prompt
         prompt = render_prompt(tokenizer, question)
     else:
@@ -640,13 +625,11 @@ def render_prompt(tokenizer, messages, opening=""):
         text = "\n\n".join(message["content"] for message in messages)
         rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
         if tokenizer.chat_template and not rendered:
-            try:
-                options = {"tokenize": False, "add_generation_prompt": True}
+            options = {"tokenize": False, "add_generation_prompt": True}
+            with suppress(TemplateError):
                 return tokenizer.apply_chat_template(messages, **options) + opening
-            except TemplateError:  # Gemma's takes no system message: the user's opens with it
-                if len(messages) == 1:
-                    raise
-                return render_prompt(tokenizer, [{"role": "user", "content": text}], opening)
+            messages = [{"role": "user", "content": text}]  # Gemma's takes no system message
+            return tokenizer.apply_chat_template(messages, **options) + opening
         text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
         text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
