@@ -19,12 +19,10 @@ import importlib
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
 import sys
-import zlib
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -61,12 +59,9 @@ def kk_reward(completions, solution, **columns):
     rewards = []
     triples = zip(completions, prompts, solution, strict=True)
     for row, (completion, prompt, truth) in enumerate(triples):
-        roles = read_roles(truth) if isinstance(truth, str) else None
+        roles = read_roles(message_text(truth))
         if not roles:
-            raise ValueError(
-                f"row {row} of `solution` does not give each name one role: {truth!r}; "
-                "want lines like '(1) Zoey is a knight'"
-            )
+            raise ValueError(f"row {row} of `solution` does not give each name one role: {truth!r}")
         opened = "<think>" if message_text(prompt).rstrip().endswith("<think>") else ""
         rewards.append(score_puzzle(opened + message_text(completion), roles))
     return rewards
@@ -111,19 +106,18 @@ def read_roles(text, names=None):
 # is not an expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
-MAX_BOX = 10_000  # characters within which a box closes
+MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
 MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
 
 
 def math_reward(completions, solution, **columns):
     r"""Return 1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
 
-    Completions and solutions, such as r"\frac{1}{2}", as for kk_reward; `columns` are ignored. As in
-    the graders of the field, a fraction that can be reduced is wrong.
+    Completions and solutions, such as r"\frac{1}{2}", as for kk_reward; `columns` are ignored.
+    Where 1/2 is expected, 2/4 earns nothing, as in the graders of the field.
     """
-    boxed = [extract_boxed(message_text(completion)) for completion in completions]
-    pairs = zip(boxed, solution, strict=True)
-    return [float(answers_match(box or "", str(truth))) for box, truth in pairs]
+    pairs = zip(map(message_text, completions), solution, strict=True)
+    return [float(answers_match(extract_boxed(text) or "", str(truth))) for text, truth in pairs]
 
 
 def extract_boxed(text):
@@ -137,7 +131,6 @@ def extract_boxed(text):
     opening = re.match(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))", text[start : start + MAX_BOX])
     if opening is None or opening[1]:  # \boxed 5 has no braces
         return opening and opening[1]
-    # Not to the end of the text: a model that has learnt to repeat "{" would make this slow.
     depth, content = 1, text[start + opening.end() :][:MAX_BOX]
     for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
@@ -150,7 +143,7 @@ def answers_match(predicted, expected):
 
     A unit may be missing. Where both answers have units, these must begin with the same letter: cm
     and centimetres agree, cents and \$ (dollars) do not. By the convention of the paper's grader
-    20\% counts as 20. As in the graders of the field, 2/4 is not 1/2: the fraction is not reduced.
+    20\% counts as 20. A fraction must be in lowest terms.
     >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
     (True, False, True)
     """
@@ -168,15 +161,14 @@ def answers_match(predicted, expected):
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"\\(begin|end)\s*\{[bp]?matrix\}", r"\\\1 "),  # a matrix is a bracket with two separators
     (r"\\\\", ";"),
-    (r"&", ","),
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),  # 1,200
     (r"\\\$\s*(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),
     (r"\\?%", r"\\text{percent}"),
     (r"°|\\degree|\^\s*\{?\s*\\circ\s*\}?", r"\\text{degrees}"),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal))(?![A-Za-z])", " "),
     (r"\\[,;:!()\s]|[$~]", " "),
-    (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b)", ","),  # "2, and 3" has one comma
-    (r"(?<=\))\s*(?=[0-9.])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
+    (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
+    (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"√", r"\\sqrt "),
     (r"π", r"\\pi "),
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|sin|cos|tan)(?![A-Za-z])", r"\\\1 "),
@@ -198,17 +190,14 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<=[0-9])\s*(\\text\s*\{\s*)?million\b", r"e6\1"),
     (r"(?<=[0-9])\s*(\\text\s*\{\s*)?billion\b", r"e9\1"),
 )
-TOKEN = re.compile(
-    r"""(?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
-      | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ckm]m|m(?=/s)|ft|in|kg|lb)(?:/(?:s|h|min)\b)?)
-      )(?:\s*\^\s*\{?[23]\}?)?    # \text{cm}^2, cm^2, km/h
+TOKEN = r"""(?xs) (?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
+    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ckm]m|m(?=/s)|ft|in|kg|lb)(?:/(?:s|h|min)\b)?)
+      )(?:\s*\^\s*\{?[23]\}?)?                      # \text{cm}^2, cm^2, km/h
     | (?P<word>(?:(?<=[\[({,=])|\A)\s*[A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z))
-      | (?<!\S)[A-Za-z]{4,})      # ABC, two lines; in 2ab the letters are factors
+      | (?<!\S)[A-Za-z]{4,})                        # ABC, two lines; in 2ab the letters are factors
     | (?:[0-9]+|[A-Za-z])_(?:[0-9]+|[A-Za-z])       # names: x_1, and 1204_9, a numeral in base nine
     | [0-9]+\ +[0-9]+/[0-9]+ | (?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:e-?[0-9]{1,3})?
-    | \\[A-Za-z]+ | \\. | [<>!]= | \S""",
-    re.VERBOSE | re.DOTALL,
-)
+    | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
@@ -222,7 +211,7 @@ def tokenize(text):
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     tokens, units = [], ""
-    for match in TOKEN.finditer(text.rstrip(" .,;")):
+    for match in re.finditer(TOKEN, text.rstrip(" .,;")):
         words = (match["text"] or match["unit"] or match["word"] or "").strip(" .,;")
         after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
         if after_number and re.fullmatch(r"[^\d()]+(\^[23])?", words):
@@ -294,11 +283,9 @@ def operand(tokens):
         return (token, expression(tokens, OPERAND if tokens[0] in OPENING else FACTOR))
     if NAME.fullmatch(token):
         return token
-    if not re.match("[0-9.]", token):
-        raise ValueError(f"not an expression: {token!r}")
-    whole, *part = map(Fraction, re.split("[ /]+", token))
-    if part and not part[0] < part[1] == Fraction(*part).denominator:
-        raise ValueError("not a mixed number in lowest terms")
+    whole, *part = map(Fraction, re.split("[ /]+", token))  # 2, or the mixed number 2 1/3
+    if not token.isascii() or (part and not part[0] < part[1] == Fraction(*part).denominator):
+        raise ValueError(f"not a number in lowest terms: {token!r}")
     return whole + Fraction(*part) if part else whole
 
 
@@ -357,8 +344,8 @@ def evaluate(tree, sign=1):
     if isinstance(tree, Fraction):
         return tree
     if isinstance(tree, str):
-        code = zlib.crc32(f"{sign} {tree}".encode("utf-8", "replace"))
-        return CONSTANTS.get(tree) or sign * Fraction(5000 + code % 10007, 10007)
+        some = random.Random(f"{sign} {tree}").randrange(5000, 15000)
+        return CONSTANTS.get(tree) or sign * Fraction(some, 10007)
     return OPERATIONS[tree[0]](*(evaluate(part, sign) for part in tree[1:]))
 
 
@@ -372,7 +359,7 @@ FUNCTIONS = {f"\\{name}": getattr(cmath, name) for name in ("sin", "cos", "tan",
 FUNCTIONS |= {r"\ln": cmath.log, r"\log": cmath.log10}
 FUNCTIONS[r"\sqrt"] = lambda value, degree: power(value, 1 / degree)
 OPERATIONS = {"+": lambda *terms: sum(terms), "*": lambda *factors: math.prod(factors)}
-OPERATIONS |= {"-": operator.neg, "/": operator.truediv, "^": power, **FUNCTIONS}
+OPERATIONS |= {"-": lambda x: -x, "/": lambda x, y: x / y, "^": power, **FUNCTIONS}
 
 
 def is_rational(value):
@@ -384,13 +371,8 @@ def is_rational(value):
 
 
 def is_finished(tree):
-    r"""Tell whether a number is an answer: no operation is left that could be carried out. So
-    1. no operation has a rational result, as 6 + 5, 2^{10}, \sqrt{16} and \ln e have, and no power
-       or root a multiple of i; but a fraction in lowest terms is an answer;
-    2. no term is a multiple of another, as in 2\sqrt3 + \sqrt3;
-    3. no two factors are of one kind, as in \sqrt2\sqrt3;
-    4. no operation is applied to a sum or to itself, as in 2(1 + \sqrt2), (2 + i)^2 and -(-5); but
-       a sum may be a numerator or stand in a function or under a root.
+    """Tell whether a number is an answer: no operation is left that could be carried out.
+
     A mixed number and a number times a power of ten are numerals, not operations.
     """
     if not isinstance(tree, tuple):
@@ -398,20 +380,20 @@ def is_finished(tree):
     operation, *parts = tree
     values = [evaluate(part) for part in parts]
     value = OPERATIONS[operation](*values)
-    inner = parts[1:] if operation == "/" else parts
+    inner = parts[1:] if operation == "/" else parts  # a numerator may be a sum
     if operation not in FUNCTIONS and any(head(part) in ("+", operation) for part in inner):
-        return False
+        return False  # 2(1 + \sqrt2), (2 + i)^2, -(-5)
     if operation == "-":
         done = True
-    elif is_rational(value):
+    elif is_rational(value):  # 6 + 5, 2^{10}, \sqrt{16}, \ln e; but 3/4 is done, and 6/8 is not
         exact = isinstance(value, Fraction)
         done = exact and operation == "/" and abs(values[1]) == value.denominator > 1
-    elif operation == "+":
+    elif operation == "+":  # 2\sqrt3 + \sqrt3
         done = not any(is_rational(a / b) for a, b in itertools.combinations(values, 2))
-    elif operation == "*":
+    elif operation == "*":  # \sqrt2\sqrt3: two factors of one kind
         kinds = {"rational" if is_rational(v) else head(part) for v, part in zip(values, parts)}
         done = len(kinds) == len(parts)
-    else:
+    else:  # a power or root: \sqrt{-4} is 2i
         done = operation == "/" or not is_rational(1j * value)
     return done and all(map(is_finished, parts))
 
@@ -506,10 +488,8 @@ def load_data(args, tokenizer):
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
     held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-    training = []
-    if not args.eval_only:
-        source = args.data or files / f"{args.task}_train.jsonl"
-        training = load_rows(source, args, tokenizer, held_out)
+    source = args.data or files / f"{args.task}_train.jsonl"
+    training = [] if args.eval_only else load_rows(source, args, tokenizer, held_out)
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
@@ -552,10 +532,9 @@ def why_left_out(row, args, tokenizer, held_out):
         return "with half a character (a lone surrogate)"
     # A solution, as the answer in the form of either task, must earn the full reward.
     response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
-    try:
-        readable = args.reward or task.reward([response], [solution]) == [task.solved]
-    except ValueError:
-        readable = False
+    readable = args.reward
+    with suppress(ValueError):
+        readable = readable or task.reward([response], [solution]) == [task.solved]
     if not readable:
         return "whose solution the reward cannot read"
     if args.task == "kk" and int(row["difficulty"]) not in args.people:
@@ -599,16 +578,14 @@ def make_row(columns, task, tokenizer):
     """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
     question, solution = question_and_solution(columns)
     question, solution = question or "", "" if solution is None else str(solution)
-    if question == columns.get("prompt"):  # the row brings a whole prompt
-        prompt = render_prompt(tokenizer, question)
-    else:
-        prompt = render_prompt(tokenizer, TASKS[task].messages(question), TASKS[task].opening)
+    is_prompt = question == columns.get("prompt")  # the row brings a whole one
+    prompt = (question, "") if is_prompt else (TASKS[task].messages(question), TASKS[task].opening)
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
     people = len(read_roles(solution) or ())
     return {
         "question": " ".join(question.split()).casefold(),
-        "prompt": prompt,
+        "prompt": render_prompt(tokenizer, *prompt),
         "solution": solution,
         "difficulty": str(people if task == "kk" else columns.get("level", "all")),
     }
