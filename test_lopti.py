@@ -22,7 +22,6 @@ import time
 from ast import literal_eval
 from collections import Counter
 from contextlib import nullcontext, suppress
-from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -841,13 +840,11 @@ def test_kk_answer():
         "Jack is a knight\nJackson is a knight": -0.5,  # complete but wrong
         "Jack is a knight": -1.0,  # a name is missing
         "Jack is a knight\nJack is a knave": -1.0,  # both roles for one name
-        "Jack is a knight\nJack is a knave\nJackson is a knave": -1.0,
         TRUTH + "\nso there is one knight": -1.0,  # one role word too many
         "Both are knights: " + TRUTH: -1.0,  # 'knights' counts as well
         "Jack is a knight\nJackson is a knaves": -1.0,  # the count is right, the word is not
         "Jackson is a knight\nJackson is a knave": -1.0,  # Jack is not inside Jackson
         "(1) Zoey is a knight\n(2) Oliver is a knave": -1.0,  # copied from the prompt's example
-        "": -1.0,
     }
     for answer, score in scores.items():
         assert kk(answer) == score, answer
@@ -930,92 +927,58 @@ RIGHT = r"""
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3}
 \frac{\pi}{4} | \pi/4 | 0.25\pi | \frac14\cdot\pi | \theta = \frac{π}{4}
 \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1 | \frac{-3 + \sqrt{33}}{3}
-2001+25i | 25i+2001
-2000000000 | 2 billion
-2^{10} | 1024 | 2^{ 10 }
-6 + 5 | 11 | 1.1 \times 10^1
-1204_9 | 1204_{9}
+2001+25i | 25i+2001  ;;  2000000000 | 2 billion  ;;  2^{10} | 1024 | 2^{ 10 }
+6 + 5 | 11 | 1.1 \times 10^1  ;;  1204_9 | 1204_{9}
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2
 (1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)
 [0, \infty) | \left[0,+\infty\right) | x \in [0, \infty)
-(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1)
-x > 3 | 3 < x
-x \neq 3 | x \ne 3 | x ≠ 3
-\ln 2 | \ln(2) | \ln{2} | ln 2
-3\ln 2 + 1 | 1 + 3\ln(2) | \ln(2) \cdot 3 + 1
-\sin x | \sin(x) | \sin{x} | sin(x)
-x\sin 2x + \cos x | \cos(x) + \sin(2x)x
-5 | 5 cm^2 | 5 m/s | 5 km/h | 5 m/s^2
--\frac12 | \frac{1}{-2} | \frac{-1}{2}
-(n-2) 2^{n}+1 | 1$+$(n-2) 2^{n}
+(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1)  ;;  x > 3 | 3 < x
+x \neq 3 | x \ne 3 | x ≠ 3  ;;  \ln 2 | \ln(2) | \ln{2} | ln 2
+3\ln 2 + 1 | 1 + 3\ln(2) | \ln(2) \cdot 3 + 1  ;;  \sin x | \sin(x) | \sin{x} | sin(x)
+x\sin 2x + \cos x | \cos(x) + \sin(2x)x  ;;  5 | 5 cm^2 | 5 m/s | 5 km/h | 5 m/s^2
+-\frac12 | \frac{1}{-2} | \frac{-1}{2}  ;;  (n-2) 2^{n}+1 | 1$+$(n-2) 2^{n}
 x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x
-\frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}
-x_1 + x_{2} | x_2 + x_{1}
+\frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}  ;;  x_1 + x_{2} | x_2 + x_{1}
 y = 2x + 1 | 1 + 2x | y = 1 + 2x
 \begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5&0\\0&1\end{bmatrix}
-\text{(B)} | B | (B)
-\text{Monday} | monday
-A,C | \text{C, A}
+\text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  A,C | \text{C, A}
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
 UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
 \frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14 | \frac{1 + 2}{4}
-1024 | 2^{10} | 4^5 | 2^5\cdot 2^5
-2104_5 | 427_8 | 279
-279 | 2104_5
+1024 | 2^{10} | 4^5 | 2^5\cdot 2^5  ;;  2104_5 | 427_8 | 279  ;;  279 | 2104_5
 3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3 | (1+2)\sqrt3 | \sqrt9\sqrt3
-1 | \ln e | \cos 0 | \sin(\pi/2)
-\ln 3 | \ln(2+1)
--\frac12 | \frac{2}{-4}
-6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}
-1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)
--1 | e^{i\pi}
-(4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)
-x > 3 | x > 1 + 2
+1 | \ln e | \cos 0 | \sin(\pi/2)  ;;  \ln 3 | \ln(2+1)  ;;  -\frac12 | \frac{2}{-4}
+6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
+3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)  ;;  -1 | e^{i\pi}
+(4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)  ;;  x > 3 | x > 1 + 2
 x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1
 """
 
 WRONG = r"""
-ABC | CAB
-3 hours 2 minutes | 2 hours 3 minutes | 3 minutes 2 hours
-0 | 10^{-13}\pi | e^{-40}
-x^{400} | x^{400} + x
-A | \text{(A)}\text{(B)} | B
-\$5 | 5 cents
-5 \text{ a.m.} | 5 \text{ p.m.}
+ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes | 3 minutes 2 hours
+0 | 10^{-13}\pi | e^{-40}  ;;  x^{400} | x^{400} + x  ;;  A | \text{(A)}\text{(B)} | B
+\$5 | 5 cents  ;;  5 \text{ a.m.} | 5 \text{ p.m.}
 5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five}
-\binom{8}{2} | \binom{4}{4}
-2\lfloor x\rfloor | \lfloor 2x\rfloor
-\text{two lines} | \text{two lakes}
-\frac{1}{3} | 0.333
-\sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}
-\ln 2 + 1 | \ln(2 + 1) | \ln 2
-\sin x | sinx | nis x | \sin 2x | \sin(x + 1) | \cos x
-\ln(2)x | \ln(2x)
-5 | 5 xy | 5 x/y | 5 x^2 | 5 m/x
-25 | 5 cm^2
-x \neq 3 | x = 3 | x \neq 4
-100000000000000000000 | 100000000000000000001
-40 | 0.4
-1, 1, 2 | 1, 2, 2
-(1,200) | 1200
-(1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2
-[1, 2) | (1, 2]
+\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor
+\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333
+\sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}  ;;  \ln 2 + 1 | \ln(2 + 1) | \ln 2
+\sin x | sinx | nis x | \sin 2x | \sin(x + 1) | \cos x  ;;  \ln(2)x | \ln(2x)
+5 | 5 xy | 5 x/y | 5 x^2 | 5 m/x  ;;  25 | 5 cm^2  ;;  x \neq 3 | x = 3 | x \neq 4
+100000000000000000000 | 100000000000000000001  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
+(1,200) | 1200  ;;  (1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  [1, 2) | (1, 2]
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | [1, 2]
-x | -x | y | \sqrt{x^2}
-x > 3 | x \ge 3 | x < 3
-9^{9^{9}} | 9^{9^{8^9}}
+x | -x | y | \sqrt{x^2}  ;;  x > 3 | x \ge 3 | x < 3  ;;  9^{9^{9}} | 9^{9^{8^9}}
 1/0 | 2/0
 """
 
 
 @pytest.mark.parametrize(("table", "right"), [(RIGHT, True), (UNFINISHED, False), (WRONG, False)])
 def test_answers_match(table, right):
-    rows = [line.split(" | ") for line in table.strip().splitlines()]
+    rows = [row.strip().split(" | ") for row in table.replace(";;", "\n").strip().splitlines()]
     pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
     assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
     assert all(rewards.answers_match(expected, expected) for expected, *_ in rows)
@@ -1027,7 +990,6 @@ def test_copying_the_problem_is_not_answering_it():
     check_vocabulary([row[key] for row in rows for key in ("problem", "answer")])
     answers = [row["answer"] for row in rows]
     copies = [row["problem"].removeprefix("What is ").removesuffix("?") for row in rows]
-    assert all(rewards.answers_match(answer, answer) for answer in answers)
     for form in ("%s", "x = (%s)", r"\frac{%s}{1}\text{ cm}", "%s+0"):
         boxes = [f"\\boxed{{{form % copy}}}" for copy in copies]
         assert rewards.math_reward(boxes, answers) == [0.0] * len(rows), form
@@ -1117,22 +1079,15 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("trained_in", SHAPES)
-@pytest.mark.parametrize("evaluated_in", SHAPES)
+@pytest.mark.parametrize(("trained_in", "evaluated_in"), list(itertools.product(SHAPES, SHAPES)))
 def test_training_prompts_are_never_evaluation_prompts(tmp_path, trained_in, evaluated_in):
-    """Whatever the shapes of the two files; spaces and capital letters make no other question.
-
-    Of the evaluation file's five rows two are evaluated; none is trained on.
-    """
-    rows, files = read_jsonl(ROOT / "data" / "kk_test.jsonl"), []
-    rows = [row for row in rows if len(row["names"]) == 2][:8]
-    disguised = {**rows[1], "quiz": rows[1]["quiz"].replace(". ", ".  ").upper()}
-    for shape, part in ((trained_in, [disguised, *rows[2:]]), (evaluated_in, rows[:5])):
-        part = [SHAPES[shape](row["quiz"], row["solution_text_format"]) for row in part]
-        files.append(write_jsonl(tmp_path / f"{len(files)}.jsonl", part))
-    training, evaluation = load_data("--eval-size 2", data=files[0], eval_data=files[1])
-    left = [row["solution_text_format"] for row in rows[5:]]
-    assert len(evaluation) == 2 and [row["solution"] for row in training] == left
+    """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
+    files = {}
+    for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
+        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?", LILY) for x in part.split()]
+        files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    training, evaluation = load_data("--people 1 --eval-size 1", **files)
+    assert len(training) == len(evaluation) == 1 and "who is c?" in training[0]["question"]
 
 
 def test_every_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):
@@ -1218,15 +1173,11 @@ def from_the_data(completions, value, prompts, **columns):
 def test_a_reward_function_of_ones_own():
     """It gets every column of every row, as in TRL; it returns one finite number a response."""
     args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
-
-    def judged(*columns):
+    for values in ((None, 6.5), (1, math.nan), (1, math.inf), (1, 2, 3)):
+        columns = [{"value": value} if value else {} for value in values]
         rows = [{**data_row("?"), "columns": of_row} for of_row in columns]
-        return lopti.compute_rewards(["a", "b"], rows, args)
-
-    assert judged({}, {"value": 6.5}) == [0.0, 6.5]
-    for wrong in ((1, math.nan), (1, math.inf), (1, 2, 3)):
-        with pytest.raises(lopti.UserError, match="from_the_data"):
-            judged(*({"value": value} for value in wrong))
+        with nullcontext() if values[0] is None else pytest.raises(lopti.UserError, match="from_"):
+            assert lopti.compute_rewards(["a", "b"], rows, args) == [0.0, 6.5]
 
 
 def check_vocabulary(texts):
@@ -1249,11 +1200,6 @@ def test_real_files_grade_themselves(name, capsys):
     assert len(rows) >= 99 * int(left_out[1] if left_out else 0) and rows
     if "ppl" in name:
         check_vocabulary([row["columns"]["quiz"] for row in rows])
-    if name == "verl_kk.parquet":  # puzzles of another file, each in a rendered chat
-        args.data = str(shared_file(f"data/{name}"))
-        args.eval_data = str(shared_file("data/kk_3ppl.jsonl"))
-        with pytest.raises(lopti.UserError, match="also in the evaluation data"):
-            lopti.load_data(args, TOKENIZER)
 
 
 def is_true(sentence, roles):
@@ -1268,7 +1214,8 @@ def test_committed_puzzles_are_all_different_and_have_one_solution():
     rows = [row for use in ("train", "test") for row in read_jsonl(ROOT / f"data/kk_{use}.jsonl")]
     assert len({row["quiz"] for row in rows}) == len(rows)
     check_vocabulary([row["quiz"] for row in rows])
-    for row in random.Random(0).sample(rows, 200):
+    rng = random.Random(0)
+    for row in rng.sample(rows, 200):
         claims, solutions = literal_eval(row["statements"]), []
         said = [puzzles.claim_text(claim, row["names"]) for claim in claims]
         assert all(sentence in row["quiz"] for sentence in said)
@@ -1277,14 +1224,8 @@ def test_committed_puzzles_are_all_different_and_have_one_solution():
             if tuple(is_true(sentence, roles) for sentence in said) == values:
                 solutions.append(list(values))
         assert solutions == [row["solution"]]
-
-
-def test_worked_solutions_are_right():
-    rng = random.Random(0)
-    for people in (2, 3, 5) * 20:
-        puzzle = puzzles.generate_puzzle(rng, people)
-        text = puzzles.worked_solution(rng, puzzle["names"], literal_eval(puzzle["statements"]))
-        assert rewards.kk_reward([text], [puzzle["solution_text_format"]]) == [3.0]
+        text = puzzles.worked_solution(rng, row["names"], claims)
+        assert rewards.kk_reward([text], [row["solution_text_format"]]) == [3.0]
 
 
 # ------------------------------------------------------------------------------ flags and runs
