@@ -1531,7 +1531,7 @@ ERRORS = {  # the flags: what the sentence must name
     "--group-size 1": "--group-size",
     "--update-only low --eta 0": "--eta",
     "--people 9": "--people",
-    "--eval-data {broken}": "row 2 of",
+    "--eval-data {broken}": "line 2",
     "--data {holes}": "holes.jsonl",
     "--data {silent} --people 1": "prompt",
     "--model no/such-model-anywhere": "no/such-model-anywhere",
