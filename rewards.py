@@ -517,7 +517,7 @@ def load_rows(source, args, tokenizer, held_out=()):
     reasons = [f"{len(them)} {why} (row {str(them[:9])[1:-1]})" for why, them in left_out.items()]
     told = f"{len(table)} rows, {len(table) - len(rows)} left out: {', '.join(reasons)}"
     if not rows:
-        raise UserError(f"no prompts are left of {source}; see --task and --data ({told})")
+        raise UserError(f"no prompts are left of {source}, see --task: {told}")
     if left_out:
         print(f"{Path(source).name}: {told}")
     return rows
