@@ -191,7 +191,7 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<=[0-9])\s*(\\text\s*\{\s*)?billion\b", r"e9\1"),
 )
 TOKEN = r"""(?xs) (?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
-    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ckm]m|m(?=/s)|ft|in|mi|yd|kg|lb|oz|hr|am|pm)(?:/(?:s|h|min)\b)?)
+    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ackmp]m|m(?=/s)|ft|in|mi|kg|lb|oz|hr)(?:/(?:s|h|min)\b)?)
       )(?:\s*\^\s*\{?[23]\}?)?                      # \text{cm}^2, cm^2, km/h
     | (?P<word>(?:(?<=[\[({,=])|\A)\s*[A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z))
       | (?<!\S)[A-Za-z]{4,})                        # ABC, two lines; in 2ab the letters are factors
