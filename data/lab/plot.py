@@ -123,10 +123,20 @@ def draw_question(lines, question, title):
     return figure
 
 
+MANY = 5  # seeds for which an interval is drawn; of fewer, the single runs
+LINES = {  # how a method is drawn that has no colour of its own
+    "GRPO, learning rate × 2": {"color": COLORS["GRPO"], "linestyle": ":"},
+    "AR α = 1": {"color": COLORS["AR"]},
+    "AR α = 1, without bias": {"color": COLORS["AR"], "linestyle": "--"},
+    "high only": {"color": COLORS["high"]},
+    "high only, without bias": {"color": COLORS["high"], "linestyle": "--"},
+}
+
+
 def draw_two_views(lines, methods, titles, kl="kl"):
     """Accuracy in training by step and by KL to the starting policy: the same runs, seen twice.
 
-    Means over the seeds that all methods have, five steps at a time; bands are 95 % intervals.
+    Means over the seeds that all methods have, five steps at a time, with 95 % intervals.
     """
     runs = {name: analysis.metrics_by_seed(lines, name) for name in methods}
     seeds = sorted(set.intersection(*map(set, runs.values())))
@@ -139,14 +149,20 @@ def draw_two_views(lines, methods, titles, kl="kl"):
         steps = analysis.WINDOW // 2 + 1 + np.arange(len(curves[0][0]))
         views = {by_step: (steps, [y for _, y in curves])}
         views[by_kl] = (at, [np.interp(at, *curve) for curve in curves])
-        color = COLORS.get(name.split(",")[0] if name not in COLORS else name)
+        style = LINES.get(name) or {"color": COLORS[name]}
         for axis, (x, values) in views.items():
             mean, half = map(np.array, zip(*map(analysis.interval, zip(*values))))
-            axis.plot(x, mean, label=name, color=color)
-            axis.fill_between(x, mean - half, mean + half, color=color, alpha=0.15, linewidth=0)
+            axis.plot(x, mean, label=name, **style)
+            band = {"color": style["color"], "alpha": 0.12, "linewidth": 0}
+            if len(seeds) >= MANY:
+                axis.fill_between(x, mean - half, mean + half, **band)
+            else:
+                axis.plot(x, np.transpose(values), **style | {"linewidth": 0.8, "alpha": 0.5})
     by_step.set(title=titles[0], xlabel="training step", ylabel="accuracy in training")
-    by_kl.set(title=titles[1], xlabel="KL to the starting policy (nats a token)", xscale="log")
-    by_step.legend(title=f"{len(seeds)} seeds; bands: 95 %")
+    by_kl.set(title=titles[1], xlabel="KL to the starting policy, nats a token", xlim=(0, 0.05))
+    by_step.xaxis.get_major_locator().set_params(integer=True)
+    shown = "bands: 95 %" if len(seeds) >= MANY else "thin: single runs"
+    by_step.legend(title=f"means of {len(seeds)} seeds; {shown}")
     return figure
 
 
@@ -231,6 +247,12 @@ def main():
         lines = experiments.read_lines(experiments.RESULTS)
         real = experiments.read_lines(analysis.REAL_MODEL)
         pictures = {"training": draw_training(lines), "effects": draw_effects(lines)}
+        equal_kl = ("GRPO", "Lopti", "GRPO, two passes")
+        titles = ("By step: no measurable difference", "At equal KL: two steps are behind one")
+        pictures["equal_kl"] = draw_two_views(lines, equal_kl, titles)
+        bias = ["GRPO", *(name for name in LINES if not name.startswith("GRPO"))]
+        titles = ("Without their bias α = 1 and high only learn", "and stay nearer to the start")
+        pictures["bias"] = draw_two_views(lines, bias, titles)
         pictures |= {"real_model": draw_real_model(real), "long": draw_long(lines)}
         for question, title in TITLES.items():
             pictures[question.replace(" ", "_").lower()] = draw_question(lines, question, title)
