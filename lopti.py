@@ -80,14 +80,15 @@ class Rollout:
     texts: list  # B strings: the responses without end of sequence
     old_logprobs: torch.Tensor = None  # (B, L) log π_old, of the policy that sampled; 0 elsewhere
     ref_logprobs: torch.Tensor = None  # (B, L) log π_ref, of the starting policy; None if β = 0
-    advantages: torch.Tensor = None  # (B, L) Â
+    advantages: torch.Tensor = None  # (B, L) Â, weighted by Eq. 4
+    unweighted: torch.Tensor = None  # (B, L) Â before Eq. 4, for --without-bias
 
     def rows(self, indices):
         """Some rows, without the padding that all of them share."""
         length = int(self.lengths[indices].max())
         part = replace(self, lengths=self.lengths[indices], truncated=self.truncated[indices])
         part.texts = [self.texts[i] for i in indices]
-        for name in ("ids", "mask", "old_logprobs", "ref_logprobs", "advantages"):
+        for name in ("ids", "mask", "old_logprobs", "ref_logprobs", "advantages", "unweighted"):
             if getattr(self, name) is not None:
                 setattr(part, name, getattr(self, name)[indices, :length])
         return part
@@ -122,11 +123,12 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
                 old_logprobs=old_logprobs,
                 ref_logprobs=ref_logprobs,
                 advantages=reweight_advantages(advantages, old_logprobs, args.alpha),  # Eq. 4
+                unweighted=advantages,
             )
             low, high = split_tokens(old_logprobs, rollout.mask, args.eta)
             stages = update_stages(low, high, rollout.mask, args.eta, args.order)
             stage_totals = [
-                (name, update(policy, optimizer, rollout, tokens, args))
+                (name, update(policy, optimizer, rollout, tokens, args, name))
                 for name, tokens in stages * args.passes
             ]
         metrics = step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
@@ -281,7 +283,7 @@ STATISTICS += tuple(f"clip_ratio/{name}_mean" for name in ("low", "high", "dual"
 STATISTICS += ("skipped_steps", "nonfinite_steps", "masked_tokens")
 
 
-def update(policy, optimizer, rollout, tokens, args):
+def update(policy, optimizer, rollout, tokens, args, stage="all"):
     """One pass over the rollout batch that updates `tokens` (B, L): all, or a stage of Lopti.
 
     A mini-batch is one optimizer step; its loss is divided once, by the number of its response
@@ -296,18 +298,20 @@ def update(policy, optimizer, rollout, tokens, args):
         updated = kept & tokens[indices, : kept.shape[1]]
         if not args.kl_coef:  # then a response whose advantages are 0 has no gradient
             updated = updated & batch.advantages.any(1, keepdim=True)
-        busy = updated.any(1).nonzero().flatten().tolist()  # responses with a token to update
+        scored = kept if args.without_bias else updated  # the tokens whose logits are needed
+        busy = scored.any(1).nonzero().flatten().tolist()  # responses with such a token
         for micro_batch in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
             part = batch.rows(micro_batch)
-            part_tokens = updated[micro_batch, : part.mask.shape[1]]
+            length = part.mask.shape[1]
+            places = scored[micro_batch, :length]
             with mixed_precision(policy, args), gradient_checkpointing(policy, args):
-                logits = token_logits(policy, part.ids, part_tokens, args.temperature, args.min_p)
+                logits = token_logits(policy, part.ids, places, args.temperature, args.min_p)
             loss, statistics = policy_loss(
-                token_logprobs(logits, part.ids, part_tokens),
+                token_logprobs(logits, part.ids, places),
                 part.old_logprobs,
                 part.advantages,
                 part.mask,
-                tokens=part_tokens,
+                tokens=updated[micro_batch, :length],
                 ref_logprobs=part.ref_logprobs,
                 clip_low=args.clip_low,
                 clip_high=args.clip_high,
@@ -315,6 +319,11 @@ def update(policy, optimizer, rollout, tokens, args):
                 kl_coef=args.kl_coef,
                 normalizer=kept.sum(),
             )
+            if args.without_bias:  # section 8
+                correction = bias_correction(
+                    logits, part.unweighted[places], args.alpha, args.eta, stage
+                )
+                loss = loss + correction / kept.sum()
             loss.backward()
             sums.update(statistics)  # a Counter adds
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
@@ -576,6 +585,27 @@ def entropy_mask(entropies, mask, rho):
     count = round(rho * len(values))
     threshold = values[count - 1] if count else math.inf
     return mask & (entropies >= threshold)
+
+
+def bias_correction(logits, advantages, alpha, eta, stage="all"):
+    """Σ_t Â_t Σ_a m(π(a)) π_θ(a), a scalar: added to the loss it subtracts the bias of a weight.
+
+    Tokens are weighted by m(π): Eq. 4's 1 - α(1-π), and 0 outside the stage. Then, at a prefix s,
+
+        E[m Â ∇log π] = Σ_a m·(Q - V)·∇π(a) + V·∇Σ_a m·π(a),    Q = E[Â | s, a],  V = E[Â | s]
+
+    The last part is the bias. Eq. 4's sharpens the policy where V > 0 and flattens it where V < 0,
+    whatever the tokens have to do with the reward. Ours, not the paper's. logits (N, V); Â before
+    Eq. 4 (N,). m is held fixed and goes by the current π instead of π_old; nothing is clipped.
+
+    >>> bias_correction(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([1.0]), alpha=1.0, eta=0.0)
+    tensor(0.6800)
+    """
+    pi = logits.softmax(-1)  # (N, V)
+    low, high = split_tokens(pi.detach().log(), torch.ones_like(pi, dtype=torch.bool), eta)
+    in_stage = {"all": low | high, "low": low, "high": high}[stage]
+    weights = reweight_advantages(in_stage.float(), pi.detach().log(), alpha)
+    return (advantages * (weights * pi).sum(-1)).sum()
 
 
 def safe_vocabulary(logits, min_p):
@@ -1037,6 +1067,7 @@ def build_parser():
     add("--eta", type=share, default=0.0, help="η of Lopti: π < η is updated first")
     orders = ("low-high", "high-low", "low", "high")
     add("--order", choices=orders, default="low-high", help="Lopti's stages (Fig. 6a, b)")
+    add("--without-bias", action="store_true", help="ours: subtract the bias of weights by π")
     add("--passes", type=at_least_1, default=1, help="how often to go over a rollout batch")
     add("--stapo", action="store_true", help="silence STAPO's spurious tokens")
     add("--top-entropy", type=share, default=0.0, help="ρ of 80/20, the share kept; paper: 0.2")
@@ -1128,6 +1159,7 @@ def method_name(args):
         f"80/20 (ρ={args.top_entropy:g})": args.top_entropy,
         f"min-p (ρ={args.min_p:g})": args.min_p,
         f"{args.passes} passes": args.passes > 1,
+        "without bias": args.without_bias,
     }
     return " + ".join(part for part, used in parts.items() if used)
 

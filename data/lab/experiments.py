@@ -101,15 +101,11 @@ LONG = also("long", LONG_JOB, "GRPO", "Lopti", TWO, REVERSED, "AR", "AR + Lopti"
 # these are evaluated on two puzzles, which no table reads.
 ONLY_TRAINING = "--eval-every 0 --eval-size 1 --eval-samples 1"
 WITHOUT_BIAS = {
-    **also(
-        "without bias", f"{ONLY_TRAINING} --variant without-bias", "AR α = 1", "AR α = 0.6", "AR"
-    ),
-    **also("without bias", f"{ONLY_TRAINING} --variant without-bias", "high only"),
+    **also("without bias", f"{ONLY_TRAINING} --without-bias", "AR α = 1", "AR α = 0.6", "AR"),
+    **also("without bias", f"{ONLY_TRAINING} --without-bias", "high only"),
     "Lopti, two optimizers, without bias": f"""--eta 0.5 {ONLY_TRAINING} --save-every 0
-        --variant without-bias-two-optimizers""",
-    **also(
-        "without bias", f"{ONLY_TRAINING} --variant without-bias", REVERSED, "Lopti", "low only"
-    ),
+        --without-bias --variant two-optimizers""",
+    **also("without bias", f"{ONLY_TRAINING} --without-bias", REVERSED, "Lopti", "low only"),
 }
 EQUAL_KL = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
 EQUAL_KL["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"

@@ -162,7 +162,9 @@ def draw_two_views(lines, methods, titles, kl="kl"):
     by_kl.set(title=titles[1], xlabel="KL to the starting policy, nats a token", xlim=(0, 0.05))
     by_step.xaxis.get_major_locator().set_params(integer=True)
     shown = "bands: 95 %" if len(seeds) >= MANY else "thin: single runs"
-    by_step.legend(title=f"means of {len(seeds)} seeds; {shown}")
+    labels = by_step.get_legend_handles_labels()
+    title = f"means of {len(seeds)} seeds; {shown}"
+    figure.legend(*labels, title=title, loc="outside lower center", ncols=3)
     return figure
 
 
