@@ -54,7 +54,6 @@ from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream,
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
 
-
 # The papers' constants, which nobody turns: no flags, but `args` has them like all other settings.
 CONSTANTS = {
     "weight_decay": 0.01,  # of AdamW
@@ -132,9 +131,9 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
             ]
         metrics = step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
         run.end_step(step, metrics, rows, rollout, rewards)
-        problems = {name: metrics[name] for name in ("skipped_steps", "nonfinite_steps")}
-        shown = {name: metrics[name] for name in ("reward", "accuracy")}
-        progress.set_postfix(shown | {name: count for name, count in problems.items() if count})
+        progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
+        if metrics["nonfinite_steps"]:
+            tqdm.write(f"step {step}: a gradient was not finite, its optimizer step is left out")
 
 
 # --------------------------------------------------------------------------------------------------
