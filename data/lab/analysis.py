@@ -3,9 +3,10 @@
     python data/lab/analysis.py            # print the tables
     python data/lab/analysis.py --write    # put them into RESULTS.md
 
-Methods against GRPO: Dunnett's test. By seed, which fixes the puzzles: Student's paired t-test.
-All other pairs: the t-test with a standard deviation pooled over the table. The p-values of the
-last two are corrected by Holm within a table. ± is half of a 95 % interval.
+Methods against GRPO: Dunnett's test. By seed, which fixes the puzzles: Student's paired t-test;
+Welch's test where the puzzles differ. All other pairs: the t-test with a standard deviation pooled
+over the table. The p-values of all but Dunnett's are corrected by Holm within a table. ± is half of
+a 95 % interval.
 """
 
 import itertools
@@ -22,7 +23,8 @@ from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
 FIRST, REAL_MODEL = FOLDER / "first_laboratory.jsonl", FOLDER / "real_model_runs.jsonl"
-PROGRESS, PAGE = FOLDER / "progress.jsonl", FOLDER / "RESULTS.md"
+PROGRESS, SECOND_PASS = FOLDER / "progress.jsonl", FOLDER / "second_pass.jsonl"
+PAGE = FOLDER / "RESULTS.md"
 BEFORE = "before training"
 RATES = ("3e-6", "1e-5", "3e-5")  # learning rates of SmolLM2
 NOT_WORSE = ("low only", "GRPO", 1)  # by no more than the margin of JUDGED
@@ -151,6 +153,40 @@ def by_seed(frame, method, other, outcome):
     return (sides[0] - sides[1]).dropna()
 
 
+def difference(frame, method, other, outcome):
+    """(differences, their mean, half of its 95 % interval, p); None for fewer than two.
+
+    Student's paired t-test by seed. A method of UNPAIRED: Welch's test; its differences are each
+    run minus the mean of the other method's.
+    """
+    values = by_seed(frame, method, other, outcome)
+    if len(values) < 2:
+        return None
+    if method not in UNPAIRED:
+        return values, *interval(values), stats.ttest_1samp(values, 0).pvalue
+    runs, others = (frame[frame.method == name][outcome].dropna() for name in (method, other))
+    test = stats.ttest_ind(runs, others, equal_var=False)
+    bounds, values = test.confidence_interval(), runs - others.mean()
+    return values, values.mean(), (bounds.high - bounds.low) / 2, test.pvalue
+
+
+def over_both(sides):
+    """(mean, half, second minus first, half) of two sets of differences, by one linear model.
+
+    The model has a mean for each set and one standard deviation for both; the first mean is that
+    of all differences together.
+
+    >>> [round(float(x), 3) for x in over_both([pd.Series([0, 2]), pd.Series([1, 3])])]
+    [1.5, 3.042, 1.0, 6.085]
+    """
+    sizes, both = np.array([len(side) for side in sides]), pd.concat(sides)
+    degrees = sizes.sum() - 2
+    deviation = np.sqrt(sum(((side - side.mean()) ** 2).sum() for side in sides) / degrees)
+    half = stats.t.ppf(0.975, degrees) * deviation
+    apart = sides[1].mean() - sides[0].mean()
+    return both.mean(), half / np.sqrt(sizes.sum()), apart, half * np.sqrt((1 / sizes).sum())
+
+
 # ---- Tables
 
 
@@ -259,7 +295,14 @@ def methods_table(frame):
 
 DIFFERENCES = [  # (method, compared with, seeds from)
     *[(method, "GRPO", 0) for method in (*PAPER, TWO, REVERSED, "low only", "high only")],
-    *[("Lopti", TWO, 0), ("Lopti", REVERSED, 0), (TWO, REVERSED, 0)],
+    *[("Lopti", TWO, 0), ("Lopti", REVERSED, 0), (TWO, REVERSED, 0), ("min-p", "GRPO", 0)],
+    ("Lopti, two optimizers", "Lopti", 0),
+    ("Lopti, β₁ = 0", f"{REVERSED}, β₁ = 0", 0),
+    ("Lopti, plain wording", "GRPO, plain wording", 0),
+    *[
+        (f"{REVERSED}, plain wording", f"{name}, plain wording", 0)
+        for name in ("Lopti", TWO, "GRPO")
+    ],
     ("GRPO, learning rate × 2", "GRPO", 0),
     ("Lopti, learning rate × 0.5", "GRPO", 0),
     ("Lopti", "GRPO, learning rate × 2", 0),
@@ -287,14 +330,19 @@ def training_table(frames, pairs):
     return markdown(rows)
 
 
+PLAIN_ENDING = ", plain wording"
+
+
 def pairs_with(ending, *pairs):
     return [(f"{method}{ending}", f"{other}{ending}") for method, other in pairs]
 
 
+# Each of its steps has twice as many puzzles: so a seed does not fix the puzzles of a step.
+UNPAIRED = {"GRPO, twice the prompts"}
 FAMILIES = {  # question → pairs of methods; Holm's correction within each
     "plain wording": [
-        *pairs_with(", plain wording", ("Lopti", TWO), ("Lopti", "GRPO"), (TWO, "GRPO")),
-        *pairs_with(", plain wording", (REVERSED, "Lopti"), (REVERSED, TWO), ("AR", "GRPO")),
+        *pairs_with(PLAIN_ENDING, ("Lopti", TWO), ("Lopti", "GRPO"), (TWO, "GRPO")),
+        *pairs_with(PLAIN_ENDING, (REVERSED, "Lopti"), (REVERSED, TWO), ("AR", "GRPO")),
     ],
     "second step": [
         (method, other) for method in experiments.SECOND_STEP for other in ("GRPO", "Lopti", TWO)
@@ -309,25 +357,59 @@ SAME = 0.02  # "equal within .02": the whole interval lies within ± this
 
 
 def family(frame, pairs):
-    """pair → (differences by seed, mean, half of its interval, p by Holm over the pairs)."""
-    found = {pair: by_seed(frame, *pair, WHOLE) for pair in pairs}
-    found = {pair: values for pair, values in found.items() if len(values) > 1}
-    p_values = holm([stats.ttest_1samp(values, 0).pvalue for values in found.values()])
-    return {
-        pair: (values, *interval(values), p) for (pair, values), p in zip(found.items(), p_values)
-    }
+    """pair → (differences, mean, half of its interval, p by Holm over the pairs)."""
+    found = {pair: difference(frame, *pair, WHOLE) for pair in pairs}
+    found = {pair: one for pair, one in found.items() if one}
+    p_values = holm([one[-1] for one in found.values()])
+    return {pair: (*one[:-1], p) for (pair, one), p in zip(found.items(), p_values)}
 
 
 def family_table(frame, pairs):
-    """Accuracy in training over steps 2 to 24 by seed, with Holm's correction over the pairs."""
-    rows = [("difference", "seeds", "accuracy in training", "p (Holm)", "", "evaluated at the end")]
+    """Accuracy in training over steps 2 to 24, with Holm's correction over the pairs."""
+    rows = [("difference", "runs", "accuracy in training", "p (Holm)", "", "evaluated at the end")]
+    runs = Counter(frame.method)
     for pair, (values, mean, half, p) in family(frame, pairs).items():
         text = "open" if p >= 0.05 else "more" if mean > 0 else "less"
         text += ", equal within .02" if abs(mean) + half < SAME else ""
-        end = interval(by_seed(frame, *pair, "evaluated at the end"))
-        cells = [f"{one:+.3f} ± {width:.3f}" for one, width in ((mean, half), end)]
-        name = " − ".join(pair).replace(", plain wording", "")
-        rows.append((name, f"{len(values)}", cells[0], f"{p:.3f}", text, cells[1]))
+        end = difference(frame, *pair, "evaluated at the end")
+        cells = [(mean, half), *([end[1:3]] if end else [])]
+        cells = [f"{one:+.3f} ± {width:.3f}" for one, width in cells] + [""]
+        name = " − ".join(pair).replace(PLAIN_ENDING, "")
+        count = f"{runs[pair[0]]} and {runs[pair[1]]}" if pair[0] in UNPAIRED else f"{len(values)}"
+        rows.append((name, count, cells[0], f"{p:.3f}", text, cells[1]))
+    return markdown(rows)
+
+
+BOTH_WORDINGS = [("Lopti", TWO), ("Lopti", "GRPO"), (TWO, "GRPO"), (REVERSED, "Lopti")]
+BOTH_WORDINGS += [(REVERSED, TWO), (REVERSED, "GRPO")]
+
+
+def both_wordings_table(frame, pairs):
+    """Differences by seed with varied and with plain wording, and both in one linear model."""
+    head = ("difference", "varied", "plain", "plain minus varied", "both")
+    rows = [(*head, "both, evaluated at the end")]
+    for pair in pairs:
+        sides, ends = (
+            [by_seed(frame, *pairs_with(ending, pair)[0], outcome) for ending in ("", PLAIN_ENDING)]
+            for outcome in (WHOLE, "evaluated at the end")
+        )
+        mean, half, apart, width = over_both(sides)
+        texts = [f"{one:+.3f} ± {h:.3f}" for one, h in (*map(interval, sides), (apart, width))]
+        texts += [f"{mean:+.3f} ± {half:.3f}", "{:+.3f} ± {:.3f}".format(*over_both(ends)[:2])]
+        rows.append((" − ".join(pair), *texts))
+    return markdown(rows)
+
+
+def second_pass_table(lines):
+    """What Lopti's second pass does to the likely tokens: (change of log π, share) by group."""
+    rows = [("tokens with π ≥ ½, after the first pass", "plain gradient descent", "AdamW")]
+    for group in lines[0]["AdamW"] if lines else ():
+        cells = []
+        for way in ("SGD", "AdamW"):
+            moves, shares = (interval([line[way][group][i] for line in lines]) for i in (0, 1))
+            share = " ± ".join(f"{100 * x:.0f}" for x in shares)
+            cells.append("{:+.4f} ± {:.4f}; ".format(*moves) + f"{share} %")
+        rows.append((group, *cells))
     return markdown(rows)
 
 
@@ -518,6 +600,8 @@ def tables(lines):
         "equal KL, on record": two_views_table(lines, ON_RECORD),
         "equal KL, new seeds": two_views_table(lines, NEW_PAIRS, "rollout/kl"),
         "without bias": two_views_table(lines, BIAS_PAIRS),
+        "both wordings": both_wordings_table(frame, BOTH_WORDINGS),
+        "second pass": second_pass_table(experiments.read_lines(SECOND_PASS)),
         "long": long_table(lines),
         "progress, gradient": progress_table(screen, "gradient"),
         "progress, AdamW": progress_table(screen, "AdamW"),

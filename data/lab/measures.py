@@ -2,6 +2,7 @@
 
     python data/lab/measures.py "default job"                 # the screen: `progress`, minutes
     python data/lab/measures.py "T = 0.7" --temperature 0.7   # with any flags of lopti.py
+    python data/lab/measures.py second-pass           # what Lopti's second pass corrects, minutes
 
 `figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as
 JSON. The report calls them on the bundled policy, real_model.py on a language model. Words and open
@@ -350,6 +351,39 @@ def figure_3(policy, rollout, args, rate):
     return result
 
 
+def second_pass(policy, rollout, args, rate):
+    """What Lopti's second pass does to the likely tokens, by what the first pass did to them.
+
+    For SGD at `rate` and for a fresh AdamW. "rewarded, wrong" are the tokens with π ≥ ½ and Â > 0
+    that the first pass moved against Â, by 5e-5 in log π or more, and so on: the mean change of
+    log π in the second pass, counted in the direction of Â, and the share that moved that way.
+    """
+    one_step = changed(args, kl_coef=0.0, mini_batch_size=0)
+    before, sign = probabilities(policy, rollout, args).log(), rollout.advantages.sign()
+    low, high = lopti.split_tokens(before, rollout.mask, 0.5)
+    stages = lopti.update_stages(low, high, rollout.mask, 0.5)
+    result = {"SGD": {}, "AdamW": {}}
+    for name, make in zip(result, (sgd(rate), lambda policy: lopti.make_optimizer(policy, args))):
+        after = probabilities_after(policy, stages, rollout, one_step, make)
+        first, second = (pi.log() for pi in after)
+        moved, moves = (first - before) * sign, (second - first) * sign
+        for who, of_sign in (("rewarded", sign > 0), ("punished", sign < 0)):
+            for how, tokens in (("wrong", moved <= -5e-5), ("right", moved >= 5e-5)):
+                values = moves[high & of_sign & tokens]
+                result[name][f"{who}, {how}"] = [float(values.mean()), share(values > 0)]
+    return result
+
+
+def second_pass_lines(count=10, rate=0.3):
+    """`second_pass` on the batches of the report's chapter 1, a line each for second_pass.jsonl."""
+    args = lopti.parse_arguments(["--kl-coef", "0", "--mini-batch-size", "0"])
+    policy, tokenizer = lopti.load_model("data/tiny", "cpu")
+    prompts = lopti.prompt_stream(lopti.load_data(args, tokenizer)[0], 8, seed=0)
+    for seed in range(count):
+        rollout, *_ = collect(policy, tokenizer, next(prompts), args, seed)
+        yield {"seed": seed, **second_pass(policy, rollout, args, rate)}
+
+
 # ---- what Eq. 4 does to the gradient
 
 
@@ -386,5 +420,9 @@ def later_methods(rollout, entropies):
 
 if __name__ == "__main__":
     with told_in_a_sentence():
+        if sys.argv[1:] == ["second-pass"]:
+            for of_batch in second_pass_lines():
+                experiments.append_line(FOLDER / "second_pass.jsonl", of_batch)
+            sys.exit()
         flags = ["--prompts-per-step", "8", *sys.argv[2:]]
         experiments.append_line(FOLDER / "progress.jsonl", progress_line(sys.argv[1], flags, 10))

@@ -26,10 +26,10 @@ from style import COLORS
 BAND = "#DDDDDD"
 SHOWN = ("GRPO", "GRPO, two passes", "AR", "Lopti", "AR + Lopti", "reversed Lopti")
 TITLES = {  # of the questions' pictures
-    "plain wording": "Plain wording: Lopti learns as GRPO does, two passes are no better",
-    "second step": "A random split and half-size mini-batches learn like the rest",
-    "order or Adam": "The order matters without momentum too",
-    "ceiling": "Leaving out the wording gains nothing; twice the prompts may",
+    "plain wording": "Plain wording: no difference is sure; Lopti equals GRPO within .02",
+    "second step": "Random split, half-size mini-batches: no difference is sure",
+    "order or Adam": "Three seeds: the reverse and two optimizers lie behind, none surely",
+    "ceiling": "Twice the prompts are ahead; leaving out the wording is open",
 }
 
 
@@ -72,7 +72,7 @@ def draw_training(lines):
         style = {"color": COLORS[method], "label": method}
         training.plot(range(1, len(accuracy) + 1), running_mean(accuracy, 3), **style)
         held_out.plot(steps, evaluated - grpo.mean(0), marker="o", **style)
-    training.set(title="In training all learn alike, the reverse later", xlabel="training step")
+    training.set(title="In training the reverse rises last", xlabel="training step")
     training.set_ylabel("accuracy in training, 3 steps at a time")
     held_out.set(title="On held-out puzzles none stays above GRPO", xlabel="training step")
     held_out.set(ylabel="sampled accuracy minus GRPO's", xticks=steps)
@@ -108,7 +108,7 @@ def draw_effects(lines):
 
 
 def draw_question(lines, question, title):
-    """The differences of one question, by seed: what is not black is sure, corrected by Holm.
+    """The differences of one question: what is not black is sure, corrected by Holm.
 
     What lies in the grey band with its whole interval is *equal within .02*.
     """
@@ -162,9 +162,9 @@ def draw_long(lines, steps=20):
         held_out.plot(means["held out"].dropna(), marker="o", **style)
         reward = means["reward"].dropna()
         training.plot(reward.index, running_mean(reward, steps), **style)
-    held_out.set(title="In 200 steps no method parts from GRPO", xlabel="training step")
+    held_out.set(title="200 steps, one seed each: none stays above GRPO", xlabel="training step")
     held_out.set_ylabel("sampled accuracy, held-out puzzles")
-    training.set(title="Nor in training", xlabel="training step")
+    training.set(title="In training the curves cross", xlabel="training step")
     training.set_ylabel(f"reward in training, {steps} steps at a time")
     held_out.legend()
     return figure
@@ -181,7 +181,7 @@ def draw_real_model(lines):
         axis.plot(places, values, "o", color=color, alpha=0.5)
         axis.plot(*zip(*values.groupby(places).mean().items()), color=color, label=method)
     axis.set_xticks(range(len(rates)), rates)
-    axis.set(title="Lopti and a plain second pass lead GRPO alike at every learning rate")
+    axis.set(title="Lopti and a plain second pass lie above GRPO at every learning rate")
     axis.set(xlabel="learning rate", ylabel="accuracy in training, steps 2 to 12")
     axis.legend()
     return figure
