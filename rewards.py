@@ -191,7 +191,7 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<=[0-9])\s*(\\text\s*\{\s*)?billion\b", r"e9\1"),
 )
 TOKEN = r"""(?xs) (?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
-    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ckm]m|m(?=/s)|ft|in|kg|lb)(?:/(?:s|h|min)\b)?)
+    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ackmp]m|m(?=/s)|ft|in|mi|kg|lb|oz|hr)(?:/(?:s|h|min)\b)?)
       )(?:\s*\^\s*\{?[23]\}?)?                      # \text{cm}^2, cm^2, km/h
     | (?P<word>(?:(?<=[\[({,=])|\A)\s*[A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z))
       | (?<!\S)[A-Za-z]{4,})                        # ABC, two lines; in 2ab the letters are factors
@@ -517,7 +517,7 @@ def load_rows(source, args, tokenizer, held_out=()):
     reasons = [f"{len(them)} {why} (row {str(them[:9])[1:-1]})" for why, them in left_out.items()]
     told = f"{len(table)} rows, {len(table) - len(rows)} left out: {', '.join(reasons)}"
     if not rows:
-        raise UserError(f"no prompts are left of {source}; see --task and --data ({told})")
+        raise UserError(f"no prompts are left of {source}, see --task: {told}")
     if left_out:
         print(f"{Path(source).name}: {told}")
     return rows

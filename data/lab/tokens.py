@@ -167,8 +167,6 @@ def write_page(args, out, command):
     policy, tokenizer = lopti.load_model(args.model, device)
     source = args.data or lopti.HERE / "data" / f"{args.task}_train.jsonl"
     rows = rewards.load_rows(source, args, tokenizer)
-    if not rows:
-        raise lopti.UserError(f"no prompts are left of {source}: see --task, --data, --people")
     lopti.check_model(policy, tokenizer, rows, args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
     model = args.model.removeprefix(f"{lopti.HERE}/")
