@@ -1584,31 +1584,21 @@ def exits(completions, **columns):
     sys.exit(0)
 
 
-HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa")
-
-ERRORS = {  # the flags: what the sentence must name
-    "--alpha 1.5": "--alpha",
-    "--group-size 1": "--group-size",
-    "--order low --eta 0": "--eta",
-    "--order high-low --eta 0": "--eta",
-    "--people 9": "--people",
-    "--eval-data {broken}": "line 2",
-    "--data {holes}": "holes.jsonl",
-    "--data {silent} --people 1": "prompt",
-    "--data {surrogate} --people 1": "prompt",
-    "--model no/such-model-anywhere": "no/such-model-anywhere",
-    "--model {weightless}": "weightless",
-    "--model {mistyped}": "mistyped",
+HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa")  # each has layers that are not plain attention
+NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf"]
+NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
+ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
+ERRORS |= {  # the flags: what the sentence must name
+    **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
+    **dict.fromkeys(("--data {silent} --people 1", "--data {surrogate} --people 1"), "prompt"),
+    **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
+    **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
+    # beyond its length π of the stretched one depends on the rest of the batch
+    **dict.fromkeys(("--model {short}", "--model {stretched}"), "--max-new-tokens"),
     "--model {narrow}": "embedding",
     "--model {own}": "custom code",
-    "--model {short}": "--max-new-tokens",
-    "--model {stretched}": "--max-new-tokens",  # beyond it π depends on the rest of the batch
-    "--model {Mamba}": "attention",
-    "--model {MiniMax}": "attention",
-    "--model {GlmMoeDsa}": "attention",
-    "--device hpu": "--device hpu",
-    "--device meta": "--device meta",
-    "--learning-rate inf": "--learning-rate",
+    "--data {holes}": "holes.jsonl",
+    "--eval-data {broken}": "line 2",
     "--reward nothing_there:f": "nothing_there",
     f"--reward {__name__}:exits": "exits",
     "--output {empty}": "empty.jsonl",
@@ -1652,30 +1642,24 @@ def test_out_of_memory_and_a_model_that_cannot_sample(name, run_copy, monkeypatc
 PAGE_FLAGS = "--people 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
 
 
-def held(path):
-    """The data that a page holds."""
+def page_data(flags, path):
+    """The data that a new page holds."""
+    assert pages.main([*flags.split(), "--out", str(path)]) == 0
     text = path.read_text(encoding="utf-8")
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
-@pytest.fixture(scope="module")
-def token_page(tmp_path_factory):
-    """The page of a small batch, and the rollout that it was made of."""
-    path, original, batches = tmp_path_factory.mktemp("page") / "tokens.html", measures.collect, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measures, "collect", lambda *x: batches.append(original(*x)) or batches[-1])
-        assert pages.main([*PAGE_FLAGS.split(), "--out", str(path)]) == 0
-    return path, batches[0]
-
-
-def test_the_token_pages_numbers(token_page):
+def test_the_token_pages_numbers(tmp_path, monkeypatch):
     """Each by hand from the plain distribution; the change of log π from an update of our own."""
-    path, (rollout, values, _, _) = token_page
+    batches = []
+    spy(monkeypatch, measures, "collect", lambda batch, *inputs: batches.append(batch))
+    shown = page_data(PAGE_FLAGS, tmp_path / "tokens.html")
+    rollout, values, _, _ = batches[0]
     policy, trained = (lopti.load_model(TINY, "cpu")[0] for _ in range(2))
     args, pair = arguments("--mini-batch-size 0"), pages.best_and_worst(values, 4, 1)[0]
     assert values[pair[0]] == values[:4].max() or values[pair[0]] == values[4:].max()
     lopti.update(trained, lopti.make_optimizer(trained, args), rollout, rollout.mask, args)
-    for index, answer in zip(pair, held(path)["prompts"][0]["answers"]):
+    for index, answer in zip(pair, shown["prompts"][0]["answers"]):
         (prompt, ids), numbers = plain_rows(rollout)[index], answer["tokens"]
         pi = plain_distribution(policy, prompt, ids, 1.0).detach().exp()  # (T, V)
         chosen, advantage = pi.gather(1, ids[:, None])[:, 0], rollout.advantages[index].sum()
@@ -1702,8 +1686,7 @@ def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     folder = Path(shutil.copytree(TINY, tmp_path / "base"))
     (folder / "chat_template.jinja").unlink()
     flags = f"--task math --data {data} --model {folder} --max-new-tokens 1 --group-size 2"
-    assert pages.main([*flags.split(), "--out", str(tmp_path / "page.html")]) == 0
-    (prompt,) = held(tmp_path / "page.html")["prompts"]
+    (prompt,) = page_data(flags, tmp_path / "page.html")["prompts"]
     assert html in prompt["text"] and prompt["solution"] == html
     assert [len(answer["texts"]) for answer in prompt["answers"]] == [1, 1]
     assert pages.main(["--model", str(tmp_path / "nothing")]) == 2
