@@ -663,10 +663,8 @@ class LayerWithRoom(DynamicLayer):
     DynamicLayer copies all keys and values for each new token; this one writes into the room.
     """
 
-    ROOM, room = (
-        32,
-        None,
-    )  # keys and values with their room, (rows, heads, length + room, size) each
+    ROOM = 32
+    room = None  # keys and values with their room, (rows, heads, length + room, size) each
 
     def batch_select_indices(self, indices):
         """Keep these rows; one may stand several times."""
@@ -867,6 +865,8 @@ class Run:
             return
         try:
             self.evaluating = True
+            if self.stop_asked:
+                raise KeyboardInterrupt
             table, _ = evaluate(self.policy, self.tokenizer, rows, self.args)
         except KeyboardInterrupt:
             self.save_checkpoint()

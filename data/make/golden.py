@@ -20,8 +20,8 @@ Under `treatments` stand as many cases of the later methods. Inputs: rewards, le
 (B,), logits (B, T, V) and ids (B, T) of the current policy, temperature, min_p, stapo_tau,
 stapo_quantile, rho. Outputs: reinforce_pp_advantages (B, T); logprobs and entropies (B, T) without
 and with min-p (safe_logprobs, safe_entropies, safe; 0 where not safe); the tokens that each mask
-keeps, (B, T): stapo_kept, top_kept (share rho), bottom_kept (share 1 - rho); and stapo_loss, the
-sum of -advantage over the kept tokens divided by their number.
+keeps, (B, T): stapo_kept, top_kept (share rho); and stapo_loss, the sum of -advantage over the kept
+tokens divided by their number.
 
 Under `rollouts` stand whole updates, both stages over two mini-batches, of a policy small enough
 to write down: row i of a table (V, V) holds the logits of the token after token i. Inputs: name,
@@ -188,7 +188,6 @@ def solve_treatments(case):
         "safe": table(safe, False),
         "stapo_kept": table(stapo_kept, False),
         "top_kept": table({token: token in top for token in tokens}, False),
-        "bottom_kept": table({token: token not in top for token in tokens}, False),
         "stapo_loss": sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
         / sum(stapo_kept.values()),
     }

@@ -63,7 +63,7 @@ def compare(rollout, processes, empty=None, accumulation=1, mistake=None, **chan
     """Worst relative difference of a gradient, relative difference of the weights, and steps."""
     args = small.arguments(**changes)
     order = small.order_of_rows(args, processes)
-    ordered, rewards = rollout.part(order.tolist()), torch.tensor([3.0, -1.0, -0.5, 3.0]).repeat(4)
+    ordered, rewards = rollout.rows(order.tolist()), torch.tensor([3.0, -1.0, -0.5, 3.0]).repeat(4)
     if empty == "gradient":
         rewards[order[8:]] = 3.0
     elif empty:
@@ -73,7 +73,7 @@ def compare(rollout, processes, empty=None, accumulation=1, mistake=None, **chan
     def sampled(prompts, trainer):  # the rows of this process
         start = trainer.accelerator.process_index * len(prompts)
         own = list(range(start, start + len(prompts)))
-        prompt_ids, response_ids = small.prompts_and_responses(rollout.part(own))
+        prompt_ids, response_ids = small.prompts_and_responses(rollout.rows(own))
         return {
             "prompt_ids": [ids.tolist() for ids in prompt_ids],
             "completion_ids": [ids.tolist() for ids in response_ids],
