@@ -1404,7 +1404,7 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     assert_same_run(folder, finished_run)
 
 
-STOPS = {  # the function that is called when a signal comes, its calls before, the signals, the steps
+STOPS = {  # what is called when a signal comes, its calls before, the signals, the steps
     "before the first evaluation": ("method_name", 2, [signal.SIGTERM], 0),
     "in step 2, after it": ("group_advantages", 1, [signal.SIGINT], 2),
     "asked twice, at once": ("group_advantages", 1, [signal.SIGINT] * 2, 1),

@@ -66,7 +66,10 @@ def main():
             policy = random_model(own.shape, policy)
         models = policy, lopti.make_reference(policy, args), tokenizer
         optimizer = lopti.make_optimizer(policy, args)
-        runs = {name: lopti.Run(method) for name, method in methods.items()}
+        state = policy, tokenizer, optimizer
+        runs = {name: lopti.Run(*state, method) for name, method in methods.items()}
+        for run in runs.values():
+            run.evaluate = lambda rows: None  # only training is timed
         for step in range(1, own.rounds + 2):
             for name, method in methods.items():
                 torch.manual_seed(args.seed + step)
