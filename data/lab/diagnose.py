@@ -41,9 +41,10 @@ from scipy import stats
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from variants import weighted_mass
+
 import lopti
 from rewards import told_in_a_sentence
-from variants import weighted_mass
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 BINS = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
@@ -53,26 +54,27 @@ BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into diff
 ENTRIES = 2**17  # of a gradient: AdamW goes by single weights
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this is nothing to expect
 
-# What is printed: headings, (label, cells) above the numbers, (label and name, digits, the paper's).
-# The paper's are of Qwen2.5-7B-Instruct-1M; the norms are over that of all tokens, .82.
+# What is printed: headings; (label, titles of columns); (label and name of numbers, digits, the
+# paper's). Those are of Qwen2.5-7B-Instruct-1M, the norms over that of all tokens, .82.
+ALPHA_ROW = ("", "α")
 TABLE = (
     "Has it the problem? (Figs. 1 to 3)",
     ("", BINS),
-    ("share of tokens", 3, (0.19, 0.10, 0.10, 0.61)),
-    ("‖gradient‖ (of all tokens: 1)", 2, (0.88, 0.44, 0.29, 0.18)),
-    ("rewarded tokens that rise: GRPO", 3, (0.530, 0.514, 0.501, 0.497)),
+    ("share of tokens", 2, "0.19 0.10 0.10 0.61"),
+    ("‖gradient‖ (of all tokens: 1)", 2, "0.88 0.44 0.29 0.18"),
+    ("rewarded tokens that rise: GRPO", 3, "0.530 0.514 0.501 0.497"),
     ("rewarded tokens that rise: two plain steps", 3),
-    ("rewarded tokens that rise: AR", 3, (0.520, 0.525, 0.530, 0.526)),
-    ("rewarded tokens that rise: Lopti", 3, (0.524, 0.517, 0.512, 0.534)),
-    ("an update on", ("π < .25 alone", "π ≥ .75 alone")),
-    ("moves π ≥ .75 (an update on all: 1)", 2, ("near 1", "much smaller")),
+    ("rewarded tokens that rise: AR", 3, "0.520 0.525 0.530 0.526"),
+    ("rewarded tokens that rise: Lopti", 3, "0.524 0.517 0.512 0.534"),
+    ("an update on", ("π < .25 alone", "π ≥ .75 alone", "difference")),
+    ("moves π ≥ .75 (an update on all: 1)", 2, "≈1 smaller"),
     "Would AR help? It gains where the signal sits at likelier tokens than the energy.",
     ("", BINS),
     ("share of the energy", 2),
     ("share of the signal", 2),
-    ("", ("E_s[π]", "E_v[π]", "E_s − E_v", "left out")),
-    ("mean π by signal, by energy; energy left out", 2),
-    ("", "alphas"),
+    ("", ("E_s[π]", "E_v[π]", "E_s − E_v", "energy left out")),
+    ("mean π by signal, by energy", 2),
+    ALPHA_ROW,
     ("gain in %, predicted", 1),
     ("gain in %, measured", 1),
     ("gain in %, measured, without the bias", 1),
@@ -80,14 +82,14 @@ TABLE = (
     ("the expected bias's length (‖∇J‖: 1)", 2),
     "Would Lopti help? It gains where σ is above the threshold.",
     ("", ("σ", "threshold", "φ, degrees", "cosine")),
-    ("the two passes", 2, ("", ".18", "19", "")),
-    ("", ("predicted", "measured", "without bias")),
-    ("gain in %, an optimizer for each pass", 1),
-    ("", ("π < η", "π ≥ η")),
-    ("gain in %, one pass alone", 1),
-    ("gain in %, one pass alone, without the bias", 1),
-    ("the bias of a pass along ∇J (signal: 1)", 2),
-    ("the expected bias's length (‖∇J‖: 1), a pass", 2),
+    ("the two passes", 2, "– 0.18 19 –"),
+    ("gain in %", ("predicted", "measured", "without bias")),
+    ("an optimizer for each pass", 1),
+    ("measured gain in %", ("π < η", "π ≥ η")),
+    ("one pass alone", 1),
+    ("one pass alone, without the bias", 1),
+    ("its bias along ∇J (signal: 1)", 2),
+    ("its expected bias's length (‖∇J‖: 1)", 2),
     ("AdamW (GRPO: 1)", ("distance", "progress", "per distance")),
     ("one AdamW for both passes", 2),
     ("an AdamW for each pass", 2),
@@ -152,11 +154,15 @@ def cuts_of(eta):
     return list(itertools.pairwise(sorted({*EDGES, eta})))
 
 
-def gradients(policy, batch, args, eta, keep=whole):
+def alphas_of(args):
+    return sorted({*ALPHAS, args.alpha})
+
+
+def gradients(policy, batch, args, keep=whole):
     """What a mini-batch's gradient is made of: (pieces + 3, size of what `keep` returns).
 
     Rows, in ascent of J, each divided by the number of response tokens:
-    - Σ Â ∇log π over the tokens of each piece of `cuts_of(eta)`: together they are GRPO's gradient;
+    - Σ Â ∇log π over the tokens of each piece of `cuts_of(η)`: together they are GRPO's gradient;
     - Σ Â π ∇log π over all: AR's gradient is (1-α) GRPO's + α this;
     - the bias V·∇Σ_a m(a)π(a), Â for V, of AR at α = 1, and of the pass π < η; that of the other
       pass is minus the latter.
@@ -164,7 +170,7 @@ def gradients(policy, batch, args, eta, keep=whole):
     """
     names, parameters = zip(*(pair for pair in policy.named_parameters() if pair[1].requires_grad))
     kept = lopti.tokens_to_keep(policy, batch, args) & batch.old_logprobs.isfinite()
-    busy, cuts = batch.advantages.any(1).nonzero().flatten().tolist(), cuts_of(eta)
+    busy, cuts = batch.advantages.any(1).nonzero().flatten().tolist(), cuts_of(args.eta)
     rows, at_logits = [0.0] * (len(cuts) + 3), 0.0
     for micro_batch in lopti.micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
         part = batch.rows(micro_batch)
@@ -177,7 +183,7 @@ def gradients(policy, batch, args, eta, keep=whole):
         pieces = torch.stack([(pi >= low) & (pi < high) for low, high in cuts])  # (pieces, N)
         losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
         losses += [(advantages * squares).sum()]
-        losses += [(advantages * weighted_mass(logits, 0.0, eta, "low")).sum()]
+        losses += [(advantages * weighted_mass(logits, 0.0, args.eta, "low")).sum()]
         energies = (advantages**2 * (1 - 2 * pi + squares.detach())).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
@@ -198,7 +204,7 @@ def probabilities(model, rollout, args):
     return lopti.score(model, rollout, changed(args, dtype="float32"))[0].exp()
 
 
-def moves(policy, batch, args, eta, alpha, norm):
+def moves(policy, batch, args, norm):
     """How far a step on a mini-batch moves likely tokens, and how many rewarded ones rise.
 
     By plain gradient descent, as Fig. 1: the mean |Δπ| where π ≥ .75 after an update on π < .25
@@ -223,11 +229,11 @@ def moves(policy, batch, args, eta, alpha, norm):
         return probabilities(trained, batch, args) - before
 
     parts = (batch.mask, bins[0], bins[-1])
-    whole, *alone = (float(after(x, plain=True)[bins[-1]].abs().mean()) for x in parts)
+    whole, low, high = (float(after(x, plain=True)[bins[-1]].abs().mean()) for x in parts)
     steps = {"GRPO": after(batch.mask), "two plain steps": after(batch.mask, batch.mask)}
-    steps["AR"] = after(batch.mask, alpha=alpha)
-    steps["Lopti"] = after(*lopti.split_tokens(batch.old_logprobs, batch.mask, eta))
-    found = {"moves π ≥ .75 (an update on all: 1)": np.array(alone) / whole}
+    steps["AR"] = after(batch.mask, alpha=args.alpha)
+    steps["Lopti"] = after(*lopti.split_tokens(batch.old_logprobs, batch.mask, args.eta))
+    found = {"moves π ≥ .75 (an update on all: 1)": np.array([low, high, low - high]) / whole}
     rewarded = [tokens & (batch.advantages > 0) for tokens in bins]
     for name, move in steps.items():
         rose = [float((move[tokens] > 0).double().mean()) for tokens in rewarded]
@@ -261,30 +267,26 @@ def inner_products(vectors):
     return dots.view(*vectors.shape[:2], *vectors.shape[:2]).numpy()
 
 
-def gradient_statistics(dots, at_logits, counts, eta, alphas):
+def gradient_statistics(dots, at_logits, counts, args):
     """mini-batches used → what the inner products of their gradients say."""
-    cuts, rows = cuts_of(eta), np.eye(dots.shape[1])
+    cuts, rows, alphas = cuts_of(args.eta), np.eye(dots.shape[1]), alphas_of(args)
     pieces, (by_pi, ar_bias, low_bias) = rows[:-3], rows[-3:]
-    pairs = list(itertools.pairwise(EDGES))
-    bins = [pieces[[a <= start < b for start, _ in cuts]].sum(0) for a, b in pairs]
-    grpo, low = pieces.sum(0), pieces[[end <= eta for _, end in cuts]].sum(0)
-    passes, ar = (low, grpo - low), [(1 - x) * grpo + x * by_pi for x in alphas]
-    biases, pass_biases = [x * ar_bias for x in alphas], (low_bias, -low_bias)
-    ar_without, passes_without = (
-        [a - b for a, b in zip(*x)] for x in ((ar, biases), (passes, pass_biases))
-    )
+    edges = list(itertools.pairwise(EDGES))
+    bins = [pieces[[a <= start < b for start, _ in cuts]].sum(0) for a, b in edges]
+    grpo, low = pieces.sum(0), pieces[[end <= args.eta for _, end in cuts]].sum(0)
+    passes, pass_biases = (low, grpo - low), (low_bias, -low_bias)
+    ar, biases = [(1 - x) * grpo + x * by_pi for x in alphas], [x * ar_bias for x in alphas]
+    ar_without, passes_without = np.subtract(ar, biases), np.subtract(passes, pass_biases)
 
     def of(used):
         chosen, n = dots[used][:, :, used], len(used)
-
-        def inner(a, b):  # of mini-batch i's a with j's b: (n, n)
-            return np.einsum("k,ikjl,l->ij", a, chosen, b, optimize=True)
-
-        def square(a):  # of the length, (n,)
-            return np.diag(inner(a, a)) + 1e-30
-
-        def crossed(a, b):  # the mean over i ≠ j
-            return (inner(a, b).sum() - np.trace(inner(a, b))) / (n * (n - 1))
+        # inner: of mini-batch i's a with j's b, (n, n); square: of the length, (n,)
+        inner = lambda a, b: np.einsum("k,ikjl,l->ij", a, chosen, b, optimize=True)
+        square = lambda a: np.diag(inner(a, a)) + 1e-30
+        crossed = lambda a, b: (inner(a, b).sum() - np.trace(inner(a, b))) / (n * (n - 1))
+        signals = lambda parts: np.array([crossed(part, grpo) for part in parts])
+        energies = lambda parts: np.array([square(part).mean() for part in parts])
+        lengths = lambda parts: np.array([max(crossed(x, x), 0.0) / signal for x in parts]) ** 0.5
 
         def progress(*steps):  # of steps of length 1 each, over the length of their sum
             unit = [(step, square(step) ** 0.5) for step in steps]
@@ -294,26 +296,18 @@ def gradient_statistics(dots, at_logits, counts, eta, alphas):
             return ((along.sum(1) - np.diag(along)) / (n - 1) / total).mean()
 
         def gains(*methods):
-            return np.array([100 * (progress(*one) / progress(grpo) - 1) for one in methods])
+            return np.array([100 * (progress(*steps) / progress(grpo) - 1) for steps in methods])
 
-        def lengths(biases):
-            return np.array([max(crossed(one, one), 0.0) / signal for one in biases]) ** 0.5
-
-        def signals(parts):
-            return np.array([crossed(one, grpo) for one in parts])
-
-        def energies(parts):
-            return np.array([square(one).mean() for one in parts])
-
-        signal, weights = crossed(grpo, grpo), at_logits[used].sum(0)
-        pi = weights[1] / (weights[0] + 1e-30)
-        world = [torch.tensor(x) for x in (pi, signals(pieces), energies(pieces))]
-        predicted = [float(theory.unit_progress(*world, x)) for x in (0.0, *alphas)]
-        means = [float((world[0] * x).sum() / x.sum()) for x in world[1:]]
+        signal, (weight, weighted) = crossed(grpo, grpo), at_logits[used].sum(0)
+        parts = weighted / (weight + 1e-30), signals(pieces), energies(pieces)
+        pi, of_pieces, energy = parts = [torch.tensor(part) for part in parts]
+        predicted = np.array([float(theory.unit_progress(*parts, x)) for x in (0.0, *alphas)])
+        means = [float((pi * x).sum() / x.sum()) for x in (of_pieces, energy)]
+        criterion = float(theory.reweighting_criterion(*parts))
         left_out = energies([grpo])[0] / energies(bins).sum() - 1
-        tangent = (energies(passes)[1] / energies(passes)[0]) ** 0.5
-        phi, sigma = math.atan(tangent), signals(passes)[1] / signal
-        cosine = np.trace(inner(*passes)) / n / energies(passes).prod() ** 0.5
+        low_energy, high_energy = energies(passes)
+        phi, sigma = math.atan((high_energy / low_energy) ** 0.5), signals(passes)[1] / signal
+        cosine = np.trace(inner(*passes)) / n / (low_energy * high_energy) ** 0.5
         of_passes = [sigma, theory.split_threshold(phi, cosine), math.degrees(phi), cosine]
         split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
         norms, tokens = [(square(x) ** 0.5).mean() for x in (*bins, grpo)], counts[used].sum(0)
@@ -324,22 +318,18 @@ def gradient_statistics(dots, at_logits, counts, eta, alphas):
             "‖gradient‖ (of all tokens: 1)": np.array(norms[:4]) / norms[4],
             "share of the energy": energies(bins) / energies(bins).sum(),
             "share of the signal": signals(bins) / signal,
-            "mean π by signal, by energy; energy left out": np.array(
-                [*means, float(theory.reweighting_criterion(*world)), left_out]
-            ),
-            "gain in %, predicted": 100 * (np.array(predicted[1:]) / predicted[0] - 1),
+            "mean π by signal, by energy": np.array([*means, criterion, left_out]),
+            "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
             "gain in %, measured": gains(*zip(ar)),
             "gain in %, measured, without the bias": gains(*zip(ar_without)),
             "the bias along ∇J (signal: 1)": signals(biases) / signal,
             "the expected bias's length (‖∇J‖: 1)": lengths(biases),
             "the two passes": np.array(of_passes),
-            "gain in %, an optimizer for each pass": np.array(
-                [split, *gains(passes, passes_without)]
-            ),
-            "gain in %, one pass alone": gains(*zip(passes)),
-            "gain in %, one pass alone, without the bias": gains(*zip(passes_without)),
-            "the bias of a pass along ∇J (signal: 1)": signals(pass_biases) / signal,
-            "the expected bias's length (‖∇J‖: 1), a pass": lengths(pass_biases),
+            "an optimizer for each pass": np.array([split, *gains(passes, passes_without)]),
+            "one pass alone": gains(*zip(passes)),
+            "one pass alone, without the bias": gains(*zip(passes_without)),
+            "its bias along ∇J (signal: 1)": signals(pass_biases) / signal,
+            "its expected bias's length (‖∇J‖: 1)": lengths(pass_biases),
         }
 
     return of
@@ -371,28 +361,26 @@ def adam_statistics(low, high):
 # ---- in words
 
 
-def table(found, eta, alphas):
-    """The numbers as text."""
-
-    def line(label, cells):
-        return f"{label:<46}" + "".join(f"{cell:>16}" for cell in cells)
-
+def table(found, args):
+    """The numbers as text. found: name → (value, half of its interval)."""
     lines = []
+
+    def add(label, cells):
+        cells = ["?" if "nan" in cell else cell.replace("-", "−") for cell in cells]
+        lines.append(f"{label:<44}" + "".join(f"{cell:>16}" for cell in cells))
+
     for row in TABLE:
         if isinstance(row, str):
             lines.append(f"\n{row}")
-        elif row[1] == "alphas":
-            lines.append(line("", [f"α = {alpha:g}" for alpha in alphas]))
+        elif row == ALPHA_ROW:
+            add("", [f"α = {alpha:g}" for alpha in alphas_of(args)])
         elif row[0] not in found:
-            lines.append(line(*row))
+            add(*row)
         else:
             name, digits, *paper = row
-            cells = [f"{x:.{digits}f} ± {half:.{digits}f}" for x, half in zip(*found[name])]
-            cells = ["?" if "nan" in cell else cell.replace("-", "−") for cell in cells]
-            lines.append(line(name, cells))
-            for numbers in paper:
-                cells = [x if isinstance(x, str) else f"{x:.{digits}f}" for x in numbers]
-                lines.append(line("    the paper", cells))
+            add(name, [f"{x:.{digits}f} ± {half:.{digits}f}" for x, half in zip(*found[name])])
+            for cells in paper:
+                add("    the paper", cells.split())
     return "\n".join(lines)
 
 
@@ -412,11 +400,11 @@ def verdict(gain, half):
     return "Nothing to expect." if abs(gain) + half < SMALL else "Not decided: more --batches."
 
 
-def sentences(found, eta, alphas, alpha):
-    """The three answers. found: name → (value, half of its interval)."""
+def sentences(found, args):
+    """The three answers in words."""
     share, (ratio, half) = found["share of tokens"][0][0], found["ratio"]
     moved, halves = found["moves π ≥ .75 (an update on all: 1)"]
-    has = ratio - half > 1 and moved[0] - moved[1] > halves.sum()
+    has = ratio - half > 1 and moved[2] > halves[2]
     problem = (
         f"Tokens with π < .25 are {100 * share:.0f} % of all, and their gradient is {ratio:.1f} ± "
         f"{half:.1f} times as long as that of π ≥ .75 (the paper: 4.8). An update on them alone "
@@ -427,50 +415,47 @@ def sentences(found, eta, alphas, alpha):
     if not found["progress"][0] > found["progress"][1]:
         unsure = "GRPO's own progress is not surely above 0 in these mini-batches: no method can"
         return [problem, f"{unsure} be compared with it. Take more --batches."]
-    gain = found["gain in %, measured"][:, alphas.index(alpha)]
-    own = found["gain in %, an optimizer for each pass"][:, 1]
+    gain = found["gain in %, measured"][:, alphas_of(args).index(args.alpha)]
+    own = found["an optimizer for each pass"][:, 1]
     values, halves = found["one AdamW for both passes"]
     per_distance = 100 * values[2] - 100, 100 * halves[2]
-    return [
-        problem,
-        f"AR at α = {alpha:g}: expected gain {percent(*gain)}. {verdict(*gain)}",
-        f"Lopti at η = {eta:g}: with an optimizer for each pass expected gain {percent(*own)}. "
+    ar = f"AR at α = {args.alpha:g}: expected gain {percent(*gain)}. {verdict(*gain)}"
+    both = (
+        f"Lopti at η = {args.eta:g}, an optimizer for each pass: expected gain {percent(*own)}. "
         f"{verdict(*own)} With one AdamW it goes {values[0]:.2f} times as far as GRPO, and for "
-        f"each distance its gain is {percent(*per_distance)}. {verdict(*per_distance)}",
-    ]
+        f"each distance its gain is {percent(*per_distance)}. {verdict(*per_distance)}"
+    )
+    return [problem, ar, both]
 
 
 # ---- the command
 
 
-def sampled(policy, tokenizer, rows, batches, args):
-    """The mini-batches, (Rollout, rewards) each, of some rollout batches as lopti.py draws them."""
+def measure(policy, tokenizer, rows, count, args):
+    """All numbers of `count` rollout batches, name → (value, half), and a line about them."""
+    responses = args.prompts_per_step * args.group_size
+    size = args.mini_batch_size or responses
+    planned = count * math.ceil(responses / size)
+    cuts, weights = cuts_of(args.eta), policy.num_parameters(only_trainable=True)
+    exact = 4.0 * weights * planned * (len(cuts) + 3) <= MEMORY
     torch.manual_seed(args.seed)
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
-    for _ in range(batches):
-        rollout, rewards, _ = collect(policy, tokenizer, next(prompts), args)
-        for indices in torch.arange(len(rewards)).split(args.mini_batch_size or len(rewards)):
-            yield rollout.rows(indices), rewards[indices]
-
-
-def measure(policy, tokenizer, rows, batches, args, eta, alphas, alpha):
-    """All numbers, name → (value, half of its interval), and a line on what they are made of."""
-    responses = args.prompts_per_step * args.group_size
-    planned = batches * math.ceil(responses / (args.mini_batch_size or responses))
-    size, pieces = policy.num_parameters(only_trainable=True), len(cuts_of(eta))
-    exact = 4.0 * size * planned * (pieces + 3) <= MEMORY
     right, measured, moved = [], [], []
-    batches = sampled(policy, tokenizer, rows, batches, args)
-    for batch, rewards in tqdm(batches, total=planned, disable=None):
+    progress = tqdm(total=planned, desc="mini-batches", disable=None)
+    for _ in range(count):
+        rollout, rewards, _ = collect(policy, tokenizer, next(prompts), args)
         right += (rewards >= args.solved_reward).tolist()
-        if not batch.advantages.any():
-            continue  # no step
-        found, energies = gradients(policy, batch, args, eta, whole if exact else sketch)
-        pi = batch.old_logprobs[batch.mask].exp().tolist()
-        measured.append((found, energies, np.histogram(pi, EDGES)[0]))
-        if len(measured) % max(2, planned // 5) == 1:  # three times the work of the gradients
-            norm = float(found[:pieces, : None if exact else BUCKETS].sum(0).double().norm())
-            moved.append(moves(policy, batch, args, eta, alpha, norm))
+        for indices in torch.arange(responses).split(size):
+            batch = rollout.rows(indices)
+            if batch.advantages.any():  # else there is no step
+                found, energies = gradients(policy, batch, args, whole if exact else sketch)
+                pi = batch.old_logprobs[batch.mask].exp().tolist()
+                measured.append((found, energies, np.histogram(pi, EDGES)[0]))
+                if len(measured) % max(2, planned // 5) == 1:  # it takes three times as long
+                    grpo = found[: len(cuts), : None if exact else BUCKETS].double().sum(0)
+                    moved.append(moves(policy, batch, args, float(grpo.norm())))
+            progress.update()
+    progress.close()
     used, share = len(measured), 100 * np.mean(right)
     if used < max(3, planned / 2):
         raise lopti.UserError(
@@ -479,20 +464,19 @@ def measure(policy, tokenizer, rows, batches, args, eta, alphas, alpha):
             "--group-size or more --prompts-per-step"
         )
     vectors, at_logits, counts = zip(*measured)
-    vectors = torch.stack(vectors)
-    inner, entries = vectors[:, :, :BUCKETS], vectors[:, :pieces, BUCKETS:]
+    vectors, unlikely = torch.stack(vectors), [high <= args.eta for _, high in cuts]
+    inner, entries = vectors[:, :, :BUCKETS], vectors[:, :, BUCKETS:]
     if exact:
-        inner, entries = vectors, vectors[:, :pieces, :: math.ceil(size / ENTRIES)]
-    unlikely = np.array([end <= eta for _, end in cuts_of(eta)])
-    passes = (entries[:, part].double().sum(1) for part in (unlikely, ~unlikely))
-    of_gradients = (inner_products(inner), np.stack(at_logits), np.stack(counts), eta, alphas)
-    with np.errstate(invalid="ignore"):  # the root of a signal below 0, shown as ?
-        found = jackknife(gradient_statistics(*of_gradients), used)
-        found |= jackknife(adam_statistics(*passes), used)
+        inner, entries = vectors, vectors[:, :, :: math.ceil(weights / ENTRIES)]
+    entries = entries[:, : len(cuts)].double()
+    passes = (entries[:, part].sum(1) for part in (unlikely, np.invert(unlikely)))
+    numbers = (inner_products(inner), np.stack(at_logits), np.stack(counts), args)
     mean = lambda used: {name: np.mean([moved[i][name] for i in used], 0) for name in moved[0]}
-    kept = "kept whole" if exact else f"kept as sketches in {BUCKETS} buckets"
-    text = f"{used} mini-batches, {share:.0f} % of the answers right, gradients {kept}"
-    return found | jackknife(mean, len(moved)), text
+    with np.errstate(invalid="ignore"):  # the root of a signal below 0, shown as ?
+        found = jackknife(gradient_statistics(*numbers), used)
+        found |= jackknife(adam_statistics(*passes), used) | jackknife(mean, len(moved))
+    kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
+    return found, f"{used} mini-batches, {share:.0f} % of the answers right, gradients {kept}"
 
 
 def main(argv=None):
@@ -501,10 +485,9 @@ def main(argv=None):
     parser.add_argument("--plot", type=Path, metavar="FILE")
     options, flags = parser.parse_known_args(argv)
     args, started = lopti.parse_arguments(flags), time.process_time()
+    args.alpha, args.eta = args.alpha or 0.3, args.eta or 0.5  # the paper's
     if os.environ.get("LOPTI_QUICK"):
         options.batches, args.prompts_per_step = min(options.batches, 6), 4
-    eta, alpha = args.eta or 0.5, args.alpha or 0.3
-    alphas = sorted({*ALPHAS, alpha})
     device = lopti.choose_device(args.device)
     if args.dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
@@ -512,14 +495,14 @@ def main(argv=None):
     policy, tokenizer = lopti.load_model(args.model, device)
     rows, held_out = lopti.load_data(args, tokenizer)
     lopti.check_model(policy, tokenizer, rows + held_out, args)
-    found, text = measure(policy, tokenizer, rows, options.batches, args, eta, alphas, alpha)
+    found, text = measure(policy, tokenizer, rows, options.batches, args)
     print(f"{text}, {time.process_time() - started:.0f} s of processor time")
-    print(table(found, eta, alphas), *sentences(found, eta, alphas, alpha), sep="\n\n")
+    print(table(found, args), *sentences(found, args), sep="\n\n")
     if options.plot:
         from plot import draw_diagnosis  # needs matplotlib
 
         title = f"{Path(args.model).name}: {text}"
-        draw_diagnosis(found, alphas, title).savefig(options.plot, dpi=80)
+        draw_diagnosis(found, alphas_of(args), title).savefig(options.plot, dpi=80)
 
 
 if __name__ == "__main__":
