@@ -207,10 +207,10 @@ def probabilities(model, rollout, args):
 def moves(policy, batch, args, norm):
     """How far a step on a mini-batch moves likely tokens, and how many rewarded ones rise.
 
-    By plain gradient descent, as Fig. 1: the mean |Δπ| where π ≥ .75 after an update on π < .25
-    alone, and on π ≥ .75 alone, over that after the whole update (2,). `norm` is that of the
-    gradient; the whole step is as long as a fresh AdamW's. By a fresh AdamW with the learning rate
-    of `args`: the share of the tokens with Â > 0 whose π rose, in each bin (4,), by method.
+    "sizes": by plain gradient descent, as in Fig. 1, the mean |Δπ| where π ≥ .75 after an update on
+    all tokens, on π < .25 and on π ≥ .75 alone (3,). `norm` is that of the gradient; the step on
+    all is as long as a fresh AdamW's. By a fresh AdamW at the learning rate of `args`: the share of
+    the tokens with Â > 0 whose π rose, in each bin (4,), by method.
     """
     args = changed(args, kl_coef=0.0, mini_batch_size=0)
     rate = args.learning_rate * policy.num_parameters() ** 0.5 / norm
@@ -229,11 +229,11 @@ def moves(policy, batch, args, norm):
         return probabilities(trained, batch, args) - before
 
     parts = (batch.mask, bins[0], bins[-1])
-    whole, low, high = (float(after(x, plain=True)[bins[-1]].abs().mean()) for x in parts)
+    sizes = [float(after(part, plain=True)[bins[-1]].abs().mean()) for part in parts]
     steps = {"GRPO": after(batch.mask), "two plain steps": after(batch.mask, batch.mask)}
     steps["AR"] = after(batch.mask, alpha=args.alpha)
     steps["Lopti"] = after(*lopti.split_tokens(batch.old_logprobs, batch.mask, args.eta))
-    found = {"moves π ≥ .75 (an update on all: 1)": np.array([low, high, low - high]) / whole}
+    found = {"sizes": np.array(sizes)}
     rewarded = [tokens & (batch.advantages > 0) for tokens in bins]
     for name, move in steps.items():
         rose = [float((move[tokens] > 0).double().mean()) for tokens in rewarded]
@@ -358,6 +358,18 @@ def adam_statistics(low, high):
     return of
 
 
+def move_statistics(moved):
+    """What `moves` found, averaged over mini-batches."""
+
+    def of(used):
+        found = {name: np.mean([moved[i][name] for i in used], axis=0) for name in moved[0]}
+        whole, low, high = found["sizes"]
+        found["moves π ≥ .75 (an update on all: 1)"] = np.array([low, high, low - high]) / whole
+        return found
+
+    return of
+
+
 # ---- in words
 
 
@@ -392,7 +404,7 @@ def percent(value, half):
 def verdict(gain, half):
     """What to expect of a gain in %.
 
-    >>> [verdict(gain, half=7.5) for gain in (3.5, 20, -20, 10)]
+    >>> [verdict(*pair) for pair in ((3.5, 7.5), (10, 7.5), (-10, 7.5), (10, 12))]
     ['Nothing to expect.', 'A gain to expect.', 'A loss to expect.', 'Not decided: more --batches.']
     """
     if abs(gain) > half:
@@ -471,10 +483,11 @@ def measure(policy, tokenizer, rows, count, args):
     entries = entries[:, : len(cuts)].double()
     passes = (entries[:, part].sum(1) for part in (unlikely, np.invert(unlikely)))
     numbers = (inner_products(inner), np.stack(at_logits), np.stack(counts), args)
-    mean = lambda used: {name: np.mean([moved[i][name] for i in used], 0) for name in moved[0]}
     with np.errstate(invalid="ignore"):  # the root of a signal below 0, shown as ?
         found = jackknife(gradient_statistics(*numbers), used)
-        found |= jackknife(adam_statistics(*passes), used) | jackknife(mean, len(moved))
+        found |= jackknife(adam_statistics(*passes), used) | jackknife(
+            move_statistics(moved), len(moved)
+        )
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
     return found, f"{used} mini-batches, {share:.0f} % of the answers right, gradients {kept}"
 
