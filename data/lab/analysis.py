@@ -23,7 +23,7 @@ from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
 FIRST, REAL_MODEL = FOLDER / "first_laboratory.jsonl", FOLDER / "real_model_runs.jsonl"
-PROGRESS, SECOND_PASS = FOLDER / "progress.jsonl", FOLDER / "second_pass.jsonl"
+SECOND_PASS = FOLDER / "second_pass.jsonl"
 PAGE = FOLDER / "RESULTS.md"
 BEFORE = "before training"
 RATES = ("3e-6", "1e-5", "3e-5")  # learning rates of SmolLM2
@@ -95,19 +95,6 @@ def interval(values):
     """
     values = pd.Series(values, dtype=float).dropna()
     return float(values.mean()), float(stats.t.ppf(0.975, max(len(values) - 1, 1)) * values.sem())
-
-
-def ratio(values, others):
-    """The ratio of two means (N,), (N,), and half of its 95 % interval over the N pairs.
-
-    By the spread of values - ratio · others, as the delta method has it.
-
-    >>> ratio([2, 4], [1, 2])
-    (2.0, 0.0)
-    """
-    values, others = np.array(values, dtype=float), np.array(others, dtype=float)
-    found = values.mean() / others.mean()
-    return float(found), float(interval(values - found * others)[1] / abs(others.mean()))
 
 
 def holm(p_values):
@@ -587,22 +574,6 @@ def real_model_table(lines):
     return markdown(rows)
 
 
-def progress_table(lines, way):
-    """How far a step goes over GRPO's, in two sets of batches, where GRPO's is surely above 0."""
-    rows = [("method", *(line["setting"] for line in lines))]
-    for name in dict.fromkeys(["GRPO", *(name for line in lines for name in line["first"][way])]):
-        row = ["GRPO itself, × 1000" if name == "GRPO" else name]
-        for line in lines:
-            sets = [line[part][way] for part in ("first", "again")]
-            scale, digits = (1000, 1) if name == "GRPO" else (1, 2)
-            known = name == "GRPO" or all(one["GRPO"][0] > one["GRPO"][1] for one in sets)
-            pairs = [one[name] for one in sets if known and name in one]
-            texts = [f"{scale * x:.{digits}f} ± {scale * half:.{digits}f}" for x, half in pairs]
-            row.append(" · ".join(texts))
-        rows.append(row)
-    return markdown(rows)
-
-
 def tables(lines):
     """The tables of RESULTS.md by name."""
     frame, first = run_frame(lines), run_frame(experiments.read_lines(FIRST), {})
@@ -616,7 +587,6 @@ def tables(lines):
     here |= {f"first laboratory, {EARLY}": (first, EARLY), f"first, {WHOLE}": (first, WHOLE)}
     real = run_frame(real_lines, {})
     rates = {f"at {rate}": (real[real["learning rate"] == rate], EARLY) for rate in RATES}
-    screen = experiments.read_lines(PROGRESS)
     return {
         **{question: family_table(frame, pairs) for question, pairs in FAMILIES.items()},
         "equal KL, on record": two_views_table(lines, ON_RECORD),
@@ -626,8 +596,6 @@ def tables(lines):
         "both wordings": both_wordings_table(frame, BOTH_WORDINGS),
         "second pass": second_pass_table(experiments.read_lines(SECOND_PASS)),
         "long": long_table(lines),
-        "progress, gradient": progress_table(screen, "gradient"),
-        "progress, AdamW": progress_table(screen, "AdamW"),
         "early": training_table(here, DIFFERENCES),
         "against GRPO": claims_table(frame, CLAIMS),
         "other claims": claims_table(frame, OTHER_CLAIMS),

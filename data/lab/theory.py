@@ -1,6 +1,6 @@
 """What each token weighs in the gradient (Eq. 2, Prop. 4.2), and when AR and Lopti can help.
 
-Training never calls these (autograd does the work); the report and the tests do.
+Training never calls these (autograd does the work); diagnose.py and the tests do.
 """
 
 import math

@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 
-import measures
+import diagnose
 import theory
 import torch
 
@@ -97,14 +97,14 @@ def after_updates(policy, rollout, shown, args):
     def logprobs(model):
         return lopti.score(model, rollout.rows(shown), args)[0]
 
-    args = measures.changed(args, **UPDATE)
+    args = diagnose.changed(args, **UPDATE)
     before, changes = logprobs(policy), {}
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
     for method, alpha, eta in (("grpo", 0, 0), ("ar", args.alpha, 0), ("lopti", 0, args.eta)):
         trained = copy.deepcopy(policy)
         optimizer = lopti.make_optimizer(trained, args)
         weighted = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
-        batch = measures.changed(rollout, advantages=weighted)
+        batch = diagnose.changed(rollout, advantages=weighted)
         for stage, tokens in lopti.update_stages(low, high, rollout.mask, eta):
             lopti.update(trained, optimizer, batch, tokens, args)
             changes[f"{method}_{stage}"] = logprobs(trained) - before
@@ -129,7 +129,8 @@ def best_and_worst(values, group_size, count):
 
 def page_data(policy, tokenizer, rows, args):
     """All that the page shows; `rows` are the prompts of the batch."""
-    rollout, values, entropies, _ = measures.collect(policy, tokenizer, rows, args, args.seed)
+    torch.manual_seed(args.seed)
+    rollout, values, entropies = diagnose.collect(policy, tokenizer, rows, args)
     if args.kl_coef:  # in the first step the policy is its own reference
         rollout.ref_logprobs = rollout.old_logprobs
     pairs = best_and_worst(values.cpu(), args.group_size, args.show)
