@@ -41,8 +41,6 @@ from scipy import stats
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from variants import weighted_mass
-
 import lopti
 from rewards import told_in_a_sentence
 
@@ -179,12 +177,12 @@ def gradients(policy, batch, args, keep=whole):
             logits = lopti.token_logits(policy, part.ids, tokens, args.temperature, args.min_p)
         advantages, pi = part.advantages[tokens], part.old_logprobs[tokens].exp()  # (N,)
         terms = advantages * lopti.token_logprobs(logits, part.ids, tokens)[tokens]
-        squares = weighted_mass(logits, 1.0, 0.0, "all")  # Σ_a π², with half of its gradient
+        squares = logits.detach().softmax(-1).square().sum(-1)  # Σ_a π²
         pieces = torch.stack([(pi >= low) & (pi < high) for low, high in cuts])  # (pieces, N)
         losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
-        losses += [(advantages * squares).sum()]
-        losses += [(advantages * weighted_mass(logits, 0.0, args.eta, "low")).sum()]
-        energies = (advantages**2 * (1 - 2 * pi + squares.detach())).double()
+        losses += [lopti.bias_correction(logits, advantages, alpha=1.0, eta=0.0)]
+        losses += [lopti.bias_correction(logits, advantages, 0.0, args.eta, "low")]
+        energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
             found = torch.autograd.grad(

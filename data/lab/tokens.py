@@ -130,7 +130,8 @@ def best_and_worst(values, group_size, count):
 def page_data(policy, tokenizer, rows, args):
     """All that the page shows; `rows` are the prompts of the batch."""
     torch.manual_seed(args.seed)
-    rollout, values, entropies = diagnose.collect(policy, tokenizer, rows, args)
+    whole = diagnose.changed(args, min_p=0.0)  # the page shows what min-p would leave out
+    rollout, values, entropies = diagnose.collect(policy, tokenizer, rows, whole)
     if args.kl_coef:  # in the first step the policy is its own reference
         rollout.ref_logprobs = rollout.old_logprobs
     pairs = best_and_worst(values.cpu(), args.group_size, args.show)
