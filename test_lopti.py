@@ -1758,9 +1758,9 @@ def test_the_laboratorys_commands_and_tables():
     for flags in experiments.METHODS.values():
         flags = re.sub(r"--(variant|set) \S+", "", flags.format(plain="model", work="folder"))
         arguments(f"{experiments.SETTINGS} {flags}")
-    page = analysis.PAGE.read_text(encoding="utf-8")
-    assert analysis.with_tables(page, experiments.read_lines(experiments.RESULTS)) == page
-    assert all(f"<!-- {name} -->" in page for name in analysis.FAMILIES)
+    made = analysis.tables(experiments.read_lines(experiments.RESULTS))
+    for path, text in analysis.pages(made).items():
+        assert path.read_text(encoding="utf-8") == text
 
 
 # ---------------------------------------------------------- the theory, and what diagnose.py says

@@ -1,7 +1,7 @@
-"""What the runs say: a frame with a row for each run, the tests, and the tables of RESULTS.md.
+"""What the runs say: a frame with a row for each run, the tests, the tables of results/*.md.
 
     python data/lab/analysis.py            # print the tables
-    python data/lab/analysis.py --write    # put them into RESULTS.md
+    python data/lab/analysis.py --write    # put them into RESULTS.md and TABLES.md
 
 Methods against GRPO: Dunnett's test. By seed, which fixes the puzzles: Student's paired t-test;
 Welch's test where the puzzles differ. All other pairs: the t-test with a standard deviation pooled
@@ -606,17 +606,56 @@ def tables(lines):
     }
 
 
-def with_tables(text, lines):
+CAPTIONS = {  # what stands above a table in TABLES.md
+    "plain wording": "The policy with one wording for each thing. By seed; p by Holm.",
+    "second step": "A random split of Lopti's sizes, half-size mini-batches. By seed; p by Holm.",
+    "order or Adam": "Without AdamW's momentum, and an AdamW for each pass. By seed; p by Holm.",
+    "ceiling": "An oracle without wording, and twice the prompts (Welch, not by seed). p by Holm.",
+    "equal KL, on record": "Looked at afterwards: accuracy by step and at equal KL. By seed.",
+    "equal KL, new seeds": "Planned: the same on seeds 20 to 29, with the KL at sampling.",
+    "without bias": "Planned: the bias of weights by π subtracted. By seed.",
+    "both wordings": "Pooled afterwards over varied and plain wording, ten seeds each.",
+    "second pass": "Likely tokens in the second pass: change of log π along Â, share that moved so.",
+    "long": "200 steps on 3 to 5 people, one seed each: sampled accuracy on held-out puzzles.",
+    "early": "Accuracy in training by seed; in brackets, how many seeds are above 0.",
+    "against GRPO": "Final evaluation. ± is Dunnett's for all rows of a column together.",
+    "other claims": "One standard deviation pooled over the table; verdicts by Holm.",
+    "two by two": "Wording varied or plain, 23 % of first responses truncated or none.",
+    "methods": "Every method: mean ± standard deviation of its runs.",
+    "SmolLM2 by seed": "One-step word problems, steps 2 to 12, by seed.",
+    "SmolLM2": "Mean ± standard deviation; each at its best rate against GRPO at its own.",
+}
+
+
+def tables_page(made):
+    """TABLES.md: every table under its name."""
+    parts = [f"## {name}\n\n{CAPTIONS[name]}\n\n{made[name]}\n" for name in CAPTIONS]
+    head = "`python data/lab/analysis.py --write` makes this page from the `*.jsonl` beside it. A "
+    head += (
+        "difference is *first minus second*; ± is half of a 95 % interval unless said otherwise."
+    )
+    return "\n".join([f"# All tables of the laboratory\n\n{head}\n", *parts])
+
+
+def with_tables(text, made):
     """RESULTS.md with what stands between `<!-- name -->` and `<!-- end -->` made anew."""
-    for name, table in tables(lines).items():
+    for name in re.findall(r"<!-- (?!end)(.+?) -->", text):
         before, _, rest = text.partition(f"<!-- {name} -->\n")
-        text = f"{before}<!-- {name} -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+        rest = rest.partition("<!-- end -->")[2]
+        text = f"{before}<!-- {name} -->\n{made[name]}\n<!-- end -->{rest}"
     return text
 
 
+def pages(made):
+    """The two pages as they should be: path → text."""
+    results = with_tables(PAGE.read_text(encoding="utf-8"), made)
+    return {PAGE: results, FOLDER / "TABLES.md": tables_page(made)}
+
+
 if __name__ == "__main__":
-    runs = experiments.read_lines(experiments.RESULTS)
+    found = tables(experiments.read_lines(experiments.RESULTS))
     if "--write" in sys.argv:
-        PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), runs), encoding="utf-8")
+        for path, text in pages(found).items():
+            path.write_text(text, encoding="utf-8")
     else:
-        print("\n\n".join(f"{name}\n{table}" for name, table in tables(runs).items()))
+        print("\n\n".join(f"{name}\n{table}" for name, table in found.items()))
