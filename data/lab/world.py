@@ -346,18 +346,19 @@ def train_methods(name):
 
 def predicted_gain(name, method, view):
     """Over GRPO: for a batch at one rate, for each unit of length in the other two views."""
-    world, _, _ = WORLDS[name]
-    if METHODS[method].get("oracle"):
-        return (
-            progress(replace(world, wording=0), [torch.ones_like])[1]
-            / progress(world, [torch.ones_like])[1]
-        )
-    if "alpha" in METHODS[method]:
-        return ar_gain(world, **{k: v for k, v in METHODS[method].items()})
-    steps = 2 if method == "GRPO, two passes" else 2**0.5 if "eta" in METHODS[method] else 1
-    if "Lopti" in method and world.optimizer != "one AdamW":  # else only a longer step
-        return split_gain(world, of_a_batch=view == "one rate")
-    return steps if view == "one rate" else 1.0
+    world, settings = WORLDS[name][0], METHODS[method]
+    if settings.get("oracle"):
+        plain = [torch.ones_like]
+        return progress(replace(world, wording=0), plain)[1] / progress(world, plain)[1]
+    if "alpha" in settings:
+        return ar_gain(world, **settings)
+    gain, length = 1.0, {"GRPO": 1.0, "random split": 2**0.5}.get(method, 2.0)
+    if "Lopti" in method:
+        gain = split_gain(world)
+        length = split_gain(world, of_a_batch=True) / gain
+        if world.optimizer == "one AdamW":  # only a longer step
+            gain = 1.0
+    return gain * length if view == "one rate" else gain
 
 
 COMPARISONS = [("Lopti", "GRPO"), ("Lopti", "GRPO, two passes"), ("Lopti", "random split")]
