@@ -36,7 +36,7 @@ QUICK = bool(os.environ.get("LOPTI_QUICK"))
 RESULTS = Path("runs/world") if QUICK else Path(__file__).resolve().parent / "results"
 GROUP_SIZE, ETA, STEPS = 8, 0.5, 40
 TUNING, JUDGED = (3, 4) if QUICK else (10, 20)  # seeds that choose a rate, seeds that are judged
-BLOCK = 1  # names the set of seeds
+BLOCK = 0 if QUICK else 2  # names a set of seeds
 METHODS = {
     "GRPO": {},
     "GRPO, two passes": {"passes": 2},
@@ -207,7 +207,7 @@ def train(
     without_bias=False,
     oracle=False,
 ):
-    """Accuracies and KLs (steps + 1, S), and the parameters (S, P). `block` names a set of seeds."""
+    """Accuracies and KLs (steps + 1, S), parameters (S, P). `block` names a set of seeds."""
     torch.manual_seed(block)  # for the random split
     generator = torch.Generator().manual_seed(block)  # the same for all methods
     start, optimizers, history = start_logits(world), {}, []
@@ -317,7 +317,7 @@ def draw_gains(rows):
 
 
 def at_kl(accuracies, kls, limit):
-    """The accuracy (S,) where the KL first passes the limit, linear between steps; else the last."""
+    """The accuracy (S,) where the KL first passes the limit, linear between steps, or the last."""
     before = ((kls <= limit).long().cumprod(0).sum(0) - 1)[None]  # the last step below it
     after = (before + 1).clamp(max=len(kls) - 1)
     low, high = kls.gather(0, before), kls.gather(0, after)
@@ -326,7 +326,7 @@ def at_kl(accuracies, kls, limit):
 
 
 def train_methods(name):
-    """Rows {world, method, view, rate, accuracies of the judged seeds}; other seeds choose rates."""
+    """Rows: world, method, view, rate, accuracies of judged seeds. Other seeds choose the rate."""
     world, rates, kl_limit = WORLDS[name]
     rows = []
     for method, settings in METHODS.items():
@@ -361,44 +361,110 @@ def predicted_gain(name, method, view):
     return gain * length if view == "one rate" else gain
 
 
+VIEWS = ("one rate", "best rate", "equal KL")
 COMPARISONS = [("Lopti", "GRPO"), ("Lopti", "GRPO, two passes"), ("Lopti", "random split")]
 COMPARISONS += [("Lopti", "reversed Lopti"), ("AR, α = .3", "GRPO"), ("AR, α = 1", "GRPO")]
 COMPARISONS += [("AR, α = 1, no bias", other) for other in ("AR, α = 1", "GRPO")]
 COMPARISONS += [("oracle", "GRPO")]
 
 
-def compare(rows):
-    """The table: what was predicted and what was found, for each world, comparison and view."""
-    found = {(r["world"], r["method"], r["view"]): torch.tensor(r["accuracies"]) for r in rows}
-    lines = [
-        "| world | comparison | view | predicted gain | found | |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in WORLDS:
-        for one, other in COMPARISONS:
-            for view in ("one rate", "best rate", "equal KL"):
-                if (name, one, view) not in found:
-                    continue
-                gain = predicted_gain(name, one, view) / predicted_gain(name, other, view)
-                expected = "ahead" if gain > 1.05 else "behind" if gain < 0.95 else "level"
-                difference = found[name, one, view] - found[name, other, view]
-                mean, half = student(difference)
-                result = "ahead" if mean > half else "behind" if mean < -half else "not decided"
-                line = f"| {name} | {one} - {other} | {view} | {gain:.2f}: {expected} "
-                lines.append(line + f"| {mean:+.3f} ± {half:.3f} | {result} |")
-    return "\n".join(lines)
-
-
 def student(values):
-    """The mean of the seeds and half of its 95 % interval."""
+    """The mean over seeds and half of its 95 % interval."""
     factor = scipy.stats.t.ppf(0.975, len(values) - 1)
     return float(values.mean()), float(factor * values.std() / math.sqrt(len(values)))
 
 
+def differences(rows, name, one, other, view):
+    """Accuracy of one method minus another's, seed by seed: (mean, half of the interval)."""
+    wanted = {(r["method"], r["view"]): r["accuracies"] for r in rows if r.get("world") == name}
+    return student(torch.tensor(wanted[one, view]) - torch.tensor(wanted[other, view]))
+
+
+def comparison_table(rows):
+    """What was predicted and what was found, for each world, comparison and view."""
+    lines = [
+        "| world | comparison | view | predicted | found | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, (_, rates, _) in WORLDS.items():
+        chosen = {(r["method"], r["view"]): r["rate"] for r in rows if r.get("world") == name}
+        for one, other in COMPARISONS:
+            for view in VIEWS if (one, "one rate") in chosen else ():
+                gain = predicted_gain(name, one, view) / predicted_gain(name, other, view)
+                expected = "ahead" if gain > 1.05 else "behind" if gain < 0.95 else "level"
+                mean, half = differences(rows, name, one, other, view)
+                found = "ahead" if mean > half else "behind" if mean < -half else "not decided"
+                ends = {chosen[one, view], chosen[other, view]} & {rates[0], rates[-1]}
+                note = " (a rate is at the end of the grid)" if ends else ""
+                cells = (name, f"{one} - {other}", view + note, f"{expected}, {gain:.2f}")
+                cells += (f"{found}, {mean:+.3f} ± {half:.3f}", f"{JUDGED}")
+                lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw_worlds(rows, view="equal KL"):
+    """Each method's accuracy minus GRPO's, with the gain that was predicted for it."""
+    figure, axes = plt.subplots(2, 3, figsize=(19, 10.5))
+    for axis, (name, (world, _, limit)) in zip(axes.flat, WORLDS.items()):
+        methods = [r["method"] for r in rows if r.get("world") == name and r["view"] == view]
+        methods = methods[:0:-1]  # GRPO is the line at 0
+        axis.axvline(0, color=COLORS["GRPO"], linewidth=1.5)
+        for height, method in enumerate(methods):
+            mean, half = differences(rows, name, method, "GRPO", view)
+            color = (COLORS | POINTS).get(method, "#999999")
+            axis.errorbar(mean, height, xerr=half, fmt="o", color=color, markersize=9, capsize=4)
+            gain = predicted_gain(name, method, view)
+            where = {"transform": axis.get_yaxis_transform(), "va": "center"}
+            axis.text(1.02, height, f"{gain:.2f}", color=color, **where)
+        axis.text(1.02, len(methods) - 0.3, "predicted\ngain", fontsize=11, **where)
+        axis.set_yticks(range(len(methods)), methods)
+        axis.set(ylim=(-0.6, len(methods) - 0.4), title=name.capitalize())
+        axis.set_xlabel(f"accuracy minus GRPO's, at a KL of {limit}")
+    axes[1, 2].axis("off")
+    axes[1, 2].text(0, 0.95, NOTE.format(seeds=JUDGED), va="top", linespacing=1.5)
+    figure.suptitle("Designed worlds: accuracy at equal KL to the starting policy", fontsize=20)
+    figure.savefig(RESULTS / "world.png")
+
+
+NOTE = """How to read this
+
+A point: the mean of {seeds} seeds. A bar: its 95 % interval,
+paired by seed. Grey line: GRPO. Right of it is better.
+
+Predicted gain: how far a step of given length gets,
+GRPO = 1. It is computed before training, from how
+likely the tokens are. It says which side of the line,
+not how far.
+
+The worlds are built so that the paper's premise
+holds (above) or does not. They show when the
+methods help. Whether a language model is such a
+world must be measured on that model."""
+
+
+def rounded(row):
+    """The same row with four digits."""
+    if isinstance(row, float):
+        return round(row, 4)
+    if isinstance(row, list):
+        return [rounded(value) for value in row]
+    return {key: rounded(value) for key, value in row.items()} if isinstance(row, dict) else row
+
+
 def main():
     torch.set_default_dtype(torch.float64)
-    started = time.time()
-    print(predictions())
+    torch.set_num_threads(1)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    rows, started = compare_gains(), time.time()
+    print(f"{len(rows)} gains, {time.time() - started:.0f} s", flush=True)
+    for name in WORLDS:
+        rows += train_methods(name)
+        print(f"{name}: {time.time() - started:.0f} s", flush=True)
+    lines = [json.dumps(rounded(row), ensure_ascii=False) + "\n" for row in rows]
+    (RESULTS / "world.jsonl").write_text("".join(lines), encoding="utf-8")
+    draw_gains([row for row in rows if "gain_of" in row])
+    draw_worlds(rows)
+    print(comparison_table(rows))
 
 
 if __name__ == "__main__":
