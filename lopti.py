@@ -6,10 +6,12 @@
     python lopti.py --preset kk --alpha 0.3 --eta 0.5     # the paper's setting, one large GPU
 
 Read it beside "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs" (arXiv 2505.12929).
-The method comes first, in the order of a training step: sampling (1), log-probabilities (2),
-advantages (3), Lopti (4), the loss (5), the update (6), the algorithm (7), later methods for the
-same problem (8). Then what they call: fast sampling (9), evaluation (10), the run folder (11) and
-the flags (12). rewards.py has the tasks: data files, prompts and rewards.
+The method comes first, from the top down. A training step (1) is the paper's algorithm box. What
+it calls follows in the order of the paper: advantages and the loss (2, Eq. 1), Advantage
+Reweighting (3, Eq. 4), Lopti (4). Then how it is computed: the update (5), log-probabilities (6),
+sampling (7); and later methods for the same problem (8). The rest is plumbing: fast sampling (9),
+evaluation (10), the run folder (11), the flags (12). rewards.py has the tasks: data files, prompts
+and rewards.
 
 What it leaves out of PPO: the value function (the group's mean is the baseline), generalized
 advantage estimation, the entropy bonus. Of GRPO: the mean over each response's own tokens (one mean
@@ -17,9 +19,9 @@ over all tokens instead). Of large frameworks: several GPUs, inference servers, 
 schedules, chats of several turns.
 
 Shapes: B responses (prompts × group size G), L tokens of the longest row, V words of the
-vocabulary. A row is a prompt, its response, and padding. Log-probabilities are float32. Masks are
-boolean (B, L), and there are three: `mask` is True on all response tokens, `kept` on those that
-STAPO and 80/20 leave, `tokens` on those that are updated now.
+vocabulary. A row is a prompt, its response, and padding. Log-probabilities are float32, and −∞
+outside the vocabulary that is sampled from. Masks are boolean (B, L): `mask` is True on all
+response tokens, `tokens` on those that a stage updates.
 """
 
 import argparse
@@ -35,9 +37,8 @@ import sys
 import time
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -52,11 +53,20 @@ from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream,
 
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
-fcntl = importlib.import_module("fcntl") if os.name == "posix" else None  # file locks
+
+# The papers' constants, which nobody turns: no flags, but `args` has them like all other settings.
+CONSTANTS = {
+    "weight_decay": 0.01,  # of AdamW
+    "max_grad_norm": 1.0,  # what the norm of a step's gradient is clipped to
+    "clip_dual": 10.0,  # c: where Â < 0, a token's loss is at most -c·Â
+    "stapo_tau": 0.002,  # τ_p of STAPO
+    "stapo_quantile": 0.75,  # which quantile of the candidates' entropies is its τ_h
+    "eval_temperature": 1.0,  # of the sampled answers in an evaluation
+}
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. Sampling: o_i ~ π_old(· | q), G responses to each prompt
+# 1. A training step
 
 
 @dataclass
@@ -71,191 +81,63 @@ class Rollout:
     old_logprobs: torch.Tensor = None  # (B, L) log π_old, of the policy that sampled; 0 elsewhere
     ref_logprobs: torch.Tensor = None  # (B, L) log π_ref, of the starting policy; None if β = 0
     advantages: torch.Tensor = None  # (B, L) Â
-    tokens: torch.Tensor = None  # (B, L) those that the current pass updates
 
-    def part(self, indices):
+    def rows(self, indices):
         """Some rows, without the padding that all of them share."""
-        part, length = copy.copy(self), int(self.lengths[indices].max())
-        part.lengths, part.truncated = self.lengths[indices], self.truncated[indices]
+        length = int(self.lengths[indices].max())
+        part = replace(self, lengths=self.lengths[indices], truncated=self.truncated[indices])
         part.texts = [self.texts[i] for i in indices]
-        for name in ("ids", "mask", "old_logprobs", "ref_logprobs", "advantages", "tokens"):
-            values = getattr(self, name)
-            setattr(part, name, None if values is None else values[indices, :length])
+        for name in ("ids", "mask", "old_logprobs", "ref_logprobs", "advantages"):
+            if getattr(self, name) is not None:
+                setattr(part, name, getattr(self, name)[indices, :length])
         return part
 
 
-@torch.no_grad()
-def sample(
-    model, tokenizer, prompts, *, group_size, max_new_tokens, temperature, min_p=0.0, batch_size=0
-):
-    """Sample `group_size` responses to each prompt text with HF `generate` (section 9).
-
-    Rows g·G … g·G+G-1 of the Rollout answer prompt g. Temperature 0 means greedy decoding; `min_p`
-    > 0 samples from `safe_vocabulary` only; `batch_size` > 0 samples so many rows at a time.
-    """
-    end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
-    # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
-    # top_p 0.8 and a repetition penalty, and with those we would not sample from the π we score.
-    options = {"do_sample": False}
-    if temperature:
-        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        options["min_p"] = min_p or None
-    options |= {"max_new_tokens": max_new_tokens, "eos_token_id": end_ids, "pad_token_id": pad_id}
-    settings = GenerationConfig(**options, repetition_penalty=1.0)
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    prompt_of = torch.arange(len(prompts)).repeat_interleave(group_size)  # (B,)
-    own_settings, model.generation_config = model.generation_config, settings
-    try:
-        parts = prompt_of.split(batch_size or len(prompt_of))
-        generated = [generate(model, tokenizer, prompt_ids, part, settings) for part in parts]
-    finally:
-        model.generation_config = own_settings
-    responses = torch.cat(generated).cpu()  # (B, max_new_tokens)
-    in_response, truncated = response_mask(responses, end_ids)
-    responses = [ids[own].tolist() for ids, own in zip(responses, in_response)]
-    rollout = pack([prompt_ids[i] for i in prompt_of], responses, pad_id, model.device)
-    rollout.truncated = truncated.to(model.device)
-    without_end = [ids if endless else ids[:-1] for ids, endless in zip(responses, truncated)]
-    rollout.texts = tokenizer.batch_decode(without_end)
-    return rollout
-
-
-def end_token_ids(model, tokenizer):
-    """Every id that ends a response: a model may have several (Qwen2.5-Instruct has two)."""
-    end_ids = set()
-    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
-        ids = getattr(source, "eos_token_id", None)
-        end_ids.update(ids if isinstance(ids, list) else [ids])
-    return sorted(end_ids - {None})
-
-
-def response_mask(sampled_ids, end_ids):
-    """Which sampled tokens belong to the response: all up to and including the first end token.
-
-    Going by the ids of the end, not by the padding id, keeps the end token where both are the
-    same. Returns a mask of the shape of the ids, and truncated (B,): no end token was sampled.
-
-    >>> response_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), end_ids=[2])
-    (tensor([[ True,  True, False],
-            [ True,  True,  True]]), tensor([False,  True]))
-    """
-    is_end = torch.isin(sampled_ids, torch.tensor(end_ids, device=sampled_ids.device))
-    return is_end.cumsum(1) - is_end.long() == 0, ~is_end.any(1)
-
-
-def pack(prompts, responses, pad_id=0, device="cpu"):
-    """Lists of prompt ids and of response ids → a Rollout, padded on the right.
-
-    >>> pack([[5, 6], [5]], [[7, 2], [8, 9]]).mask
-    tensor([[False, False,  True,  True],
-            [False,  True,  True, False]])
-    """
-    rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses)]
-    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id).to(device)  # (B, L)
-    starts = torch.tensor([[len(prompt)] for prompt in prompts], device=device)  # (B, 1)
-    lengths = torch.tensor([len(row) for row in rows], device=device)  # (B,)
-    places = torch.arange(ids.shape[1], device=device)  # (L,)
-    mask = (places >= starts) & (places < lengths[:, None])
-    return Rollout(ids, mask, lengths, torch.zeros_like(lengths, dtype=torch.bool), [""] * len(ids))
+def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
+    """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps."""
+    batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=run.step)
+    steps = range(run.step + 1, args.steps + 1)
+    progress = tqdm(steps, desc=method_name(args), disable=None)
+    for step in progress:
+        if step == 1 or (args.eval_every and (step - 1) % args.eval_every == 0):
+            run.evaluate(eval_rows)
+        timings, device = {}, policy.device
+        prompts = next(batches)
+        rows = [row for row in prompts for _ in range(args.group_size)]  # one for each response
+        with timed("sampling", device, timings):  # o ~ π_old
+            texts = [row["prompt"] for row in prompts]
+            rollout = sample(policy, tokenizer, texts, args.group_size, args.temperature, args)
+        with timed("rewarding", device, timings):  # R
+            rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
+        with timed("scoring", device, timings):  # log π_old and log π_ref, before the first update
+            old_logprobs, entropies = score(policy, rollout, args, with_entropy=True)  # (B, L) each
+            ref_logprobs = score(reference, rollout, args)[0] if reference else None
+        with timed("updating", device, timings):
+            if args.advantage == "grpo":
+                advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+            else:
+                advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, L)
+            rollout = replace(
+                rollout,
+                old_logprobs=old_logprobs,
+                ref_logprobs=ref_logprobs,
+                advantages=reweight_advantages(advantages, old_logprobs, args.alpha),  # Eq. 4
+            )
+            low, high = split_tokens(old_logprobs, rollout.mask, args.eta)
+            stages = update_stages(low, high, rollout.mask, args.eta, args.order)
+            stage_totals = [
+                (name, update(policy, optimizer, rollout, tokens, args))
+                for name, tokens in stages * args.passes
+            ]
+        metrics = step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
+        run.end_step(step, metrics, rows, rollout, rewards)
+        progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
+        if metrics["nonfinite_steps"]:
+            tqdm.write(f"step {step}: a gradient was not finite, its optimizer step is left out")
 
 
 # --------------------------------------------------------------------------------------------------
-# 2. Log-probabilities: log π(o_t | q, o_<t) at the sampling temperature
-
-
-class TokenScores(NamedTuple):
-    """What a policy says about tokens of a rollout: each (B, L), 0 or False for all others."""
-
-    logprobs: torch.Tensor  # log π(o_t | q, o_<t), float32
-    entropies: torch.Tensor  # H of π(· | q, o_<t) in nats, without a gradient; None if not wanted
-    safe: torch.Tensor  # True where the token is in the safe vocabulary (min_p = 0: everywhere)
-
-
-def token_logprobs(model, rollout, temperature, min_p=0.0, with_entropy=True, tokens=None):
-    """log π(o_t | q, o_<t) = log_softmax(logits / temperature) at the sampled token.
-
-    The temperature is the one of sampling: the π of Eqs. 1 and 4 is the distribution that the
-    tokens were drawn from. With `min_p` > 0 the softmax goes over the safe vocabulary only.
-    Logits are made for `tokens` (B, L) only, by default all of the response. Returns TokenScores.
-    """
-    tokens = rollout.mask if tokens is None else tokens
-    # Padding is on the right, where a causal model never looks: no attention mask is needed.
-    logits = logits_at(model, rollout.ids, tokens.roll(-1, 1))  # those at t speak of token t+1
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature  # (N, V)
-    chosen = rollout.ids[tokens][:, None]  # (N, 1)
-    safe = torch.ones_like(chosen, dtype=torch.bool)
-    if min_p:
-        vocabulary = safe_vocabulary(logits, min_p)  # (N, V)
-        safe = vocabulary.gather(1, chosen)
-        logits = logits.masked_fill(~vocabulary, torch.finfo(logits.dtype).min)  # probability 0
-    logprobs = logits.gather(1, chosen)[:, 0] - logits.logsumexp(1)  # (N,)
-
-    def spread(values):  # (N,) → (B, L)
-        return values.new_zeros(tokens.shape).masked_scatter(tokens, values)
-
-    entropies = spread(entropy(logits.detach())) if with_entropy else None
-    return TokenScores(spread(logprobs.masked_fill(~safe[:, 0], 0.0)), entropies, spread(safe))
-
-
-def logits_at(model, ids, positions):
-    """The logits (N, V) of a forward pass over ids (B, L) where `positions` (B, L) is True.
-
-    The output layer gets the hidden states of these N positions only: over a vocabulary of 150,000
-    words the logits of all tokens would take more memory than the model.
-    """
-
-    def select(output_layer, inputs):
-        return inputs[0][positions]  # (B, L, hidden size) → (N, hidden size)
-
-    hook = model.get_output_embeddings().register_forward_pre_hook(select)
-    try:
-        return model(ids, use_cache=False).logits
-    finally:
-        hook.remove()
-
-
-def entropy(logits):
-    """H = log Z - Σ π·logit in nats: (..., V) → (...).
-
-    >>> entropy(torch.zeros(1, 4))  # log 4
-    tensor([1.3863])
-    """
-    return logits.logsumexp(-1) - (logits.softmax(-1) * logits).sum(-1)
-
-
-@torch.no_grad()
-def score(model, rollout, temperature, tokens_per_microbatch, min_p=0.0, with_entropy=True):
-    """`token_logprobs` of a whole rollout, a micro-batch at a time and without gradients."""
-    dtype = torch.promote_types(model.dtype, torch.float32)
-    logprobs = torch.zeros_like(rollout.mask, dtype=dtype)  # (B, L)
-    entropies = logprobs.clone() if with_entropy else None
-    scores = TokenScores(logprobs, entropies, torch.zeros_like(rollout.mask))
-    for indices in micro_batches(range(len(rollout.mask)), rollout.lengths, tokens_per_microbatch):
-        part = rollout.part(indices)
-        scores_of_part = token_logprobs(model, part, temperature, min_p, with_entropy)
-        for values, of_part in zip(scores, scores_of_part):
-            if values is not None:
-                values[indices, : part.mask.shape[1]] = of_part
-    return scores
-
-
-def micro_batches(indices, lengths, size):
-    """Cut rows into lists of similar length, each of at most `size` tokens with its padding."""
-    batches, lengths = [], lengths.tolist()
-    for index in sorted(indices, key=lengths.__getitem__):
-        if not batches or (len(batches[-1]) + 1) * lengths[index] > size:
-            batches.append([])
-        batches[-1].append(index)
-    return batches
-
-
-def mixed_precision(model, args):
-    """Forward passes in bfloat16 where --dtype says so; weights and gradients stay float32."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
-# --------------------------------------------------------------------------------------------------
-# 3. Group-relative advantages (Eq. 1) and Advantage Reweighting (Eq. 4)
+# 2. Group-relative advantages and the loss (Eq. 1)
 
 
 def group_advantages(rewards, group_size):
@@ -273,6 +155,81 @@ def group_advantages(rewards, group_size):
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
     all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
     return advantages.masked_fill(all_equal, 0.0).view(-1)
+
+
+def policy_loss(
+    logprobs,
+    old_logprobs,
+    advantages,
+    mask,
+    *,
+    tokens=None,
+    ref_logprobs=None,
+    clip_low=0.2,
+    clip_high=0.24,
+    clip_dual=10.0,
+    kl_coef=0.001,
+    normalizer=None,
+):
+    """The clipped policy-gradient loss of Eq. 1, and a dictionary of statistics about it.
+
+        loss = 1/N Σ_t { -min(r Â, clip(r, 1-ε_l, 1+ε_h) Â) + β·k3 },   r = π_θ / π_old
+
+    summed over `tokens`, by default all of `mask`, and divided by N = `normalizer`, by default the
+    number of tokens in `mask`: N counts all, also where only one group is updated. Where Â < 0 a
+    token's loss is capped at -c·Â (the dual clip). No KL without `ref_logprobs` or with β = 0. A
+    token that π_θ or π_old cannot sample (log π = −∞) is left out.
+
+    All tensors are (B, L). Every statistic is a sum over the updated tokens divided by N, so that
+    micro-batches given the same N add up to their mini-batch, and Lopti's stages to the whole.
+    """
+    normalizer = mask.sum() if normalizer is None else normalizer
+    tokens = mask if tokens is None else mask & tokens
+    tokens = tokens & (logprobs != -math.inf) & (old_logprobs != -math.inf)
+    logprobs = logprobs.masked_fill(~tokens, 0.0)  # what stands elsewhere has no say
+    ratio = (logprobs - old_logprobs.masked_fill(~tokens, 0.0)).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    dual = -advantages * clip_dual  # where Â < 0, a bound from above on the loss
+    pessimistic = torch.maximum(unclipped, clipped)  # maximum of losses: minimum of objectives
+    token_loss = torch.where(advantages < 0, torch.minimum(pessimistic, dual), pessimistic)
+    kl = torch.zeros_like(token_loss)
+    if ref_logprobs is not None and kl_coef:
+        kl = kl_estimate(logprobs, ref_logprobs)
+
+    def total(values):
+        return (values * tokens).sum() / normalizer
+
+    loss = total(token_loss + kl_coef * kl)
+    with torch.no_grad():
+        clipped_off = clipped > unclipped  # the clip has taken the gradient of this token
+        statistics = {
+            "policy_loss": total(token_loss),
+            "kl": total(kl),
+            "clip_ratio/low_mean": total(clipped_off & (advantages < 0)),
+            "clip_ratio/high_mean": total(clipped_off & (advantages > 0)),
+            "clip_ratio/dual_mean": total((advantages < 0) & (pessimistic > dual)),
+            "ratio_mean": total(ratio),
+            "updated_share": total(torch.ones_like(ratio)),
+        }
+    return loss, {name: float(value) for name, value in statistics.items()}
+
+
+def kl_estimate(logprobs, ref_logprobs):
+    """k3 of KL(π_θ‖π_ref) per token: e^d - d - 1 with d = log π_ref - log π_θ. (B, L) → (B, L)
+
+    Never negative, and 0 where the two agree. Clamped as in the published code; a token with
+    π_ref = 0 (log −∞) is at the clamp and has no gradient.
+
+    >>> kl_estimate(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log())
+    tensor([0.0000, 0.1931])
+    """
+    difference = (ref_logprobs - logprobs).clamp(-5, 5)
+    return (difference.exp() - difference - 1).clamp(-10, 10)
+
+
+# --------------------------------------------------------------------------------------------------
+# 3. Advantage Reweighting (Eq. 4)
 
 
 def reweight_advantages(advantages, old_logprobs, alpha):
@@ -303,97 +260,25 @@ def split_tokens(old_logprobs, mask, eta):
     return low, mask & ~low
 
 
-def update_stages(low, high, mask, eta, order="low-high", update_only=None):
+def update_stages(low, high, mask, eta, order="low-high"):
     """The stages of one pass over a rollout batch: a list of (name, tokens to update (B, L)).
 
     Plain GRPO (η = 0): all tokens at once. Lopti (section 4.2): first the low-probability tokens,
-    then the others, from where the first stage led. `order="high-low"` is the ablation of Fig. 6b,
-    `update_only` trains on one of the two alone (Figs. 1 and 6a).
+    then the others, from where the first stage led. `order="high-low"` is the ablation of Fig. 6b;
+    "low" and "high" are one of the two alone (Figs. 1 and 6a).
     """
-    if update_only:
-        return [(update_only, {"low": low, "high": high}[update_only])]
     if eta == 0:
         return [("all", mask)]
-    stages = [("low", low), ("high", high)]
-    return stages if order == "low-high" else stages[::-1]
+    return [(name, {"low": low, "high": high}[name]) for name in order.split("-")]
 
 
 # --------------------------------------------------------------------------------------------------
-# 5. The loss (Eq. 1)
-
-
-def kl_estimate(logprobs, ref_logprobs):
-    """k3 of KL(π_θ‖π_ref) per token: e^d - d - 1 with d = log π_ref - log π_θ. (B, L) → (B, L)
-
-    Never negative, and 0 where the two agree. Clamped as in the published code; a token with
-    π_ref = 0 (log −∞) is at the clamp and has no gradient.
-    """
-    difference = (ref_logprobs - logprobs).clamp(-5, 5)
-    return (difference.exp() - difference - 1).clamp(-10, 10)
-
-
-def policy_loss(
-    logprobs,
-    old_logprobs,
-    advantages,
-    mask,
-    *,
-    tokens=None,
-    ref_logprobs=None,
-    clip_low=0.2,
-    clip_high=0.24,
-    clip_dual=10.0,
-    kl_coef=0.001,
-    normalizer=None,
-):
-    """The clipped policy-gradient loss of Eq. 1, and a dictionary of statistics about it.
-
-        loss = 1/N Σ_t { -min(r Â, clip(r, 1-ε_l, 1+ε_h) Â) + β·k3 },   r = π_θ / π_old
-
-    summed over `tokens`, by default all of `mask`, and divided by N = `normalizer`, by default the
-    number of tokens in `mask`: N counts all, also where only one group is updated. Where Â < 0 a
-    token's loss is capped at -c·Â (the dual clip). No KL without `ref_logprobs` or with β = 0.
-
-    All tensors are (B, L). Every statistic is a sum over the updated tokens divided by N, so that
-    micro-batches given the same N add up to their mini-batch, and Lopti's stages to the whole.
-    """
-    tokens = mask if tokens is None else mask & tokens
-    normalizer = mask.sum() if normalizer is None else normalizer
-    ratio = (logprobs - old_logprobs).masked_fill(~tokens, 0.0).exp()  # 0 - old is huge elsewhere
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    dual = -advantages * clip_dual  # where Â < 0, a bound from above on the loss
-    pessimistic = torch.maximum(unclipped, clipped)  # maximum of losses: minimum of objectives
-    token_loss = torch.where(advantages < 0, torch.minimum(pessimistic, dual), pessimistic)
-    kl = torch.zeros_like(token_loss)
-    if ref_logprobs is not None and kl_coef:
-        kl = kl_estimate(logprobs, ref_logprobs)
-
-    def total(values):
-        return (values * tokens).sum() / normalizer
-
-    loss = total(token_loss + kl_coef * kl)
-    with torch.no_grad():
-        clipped_off = clipped > unclipped  # the clip has taken the gradient of this token
-        statistics = {
-            "policy_loss": total(token_loss),
-            "kl": total(kl),
-            "clip_ratio/low_mean": total(clipped_off & (advantages < 0)),
-            "clip_ratio/high_mean": total(clipped_off & (advantages > 0)),
-            "clip_ratio/dual_mean": total((advantages < 0) & (pessimistic > dual)),
-            "ratio_mean": total(ratio),
-            "updated_share": total(torch.ones_like(ratio)),
-        }
-    return loss, {name: float(value) for name, value in statistics.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# 6. The update: mini-batches (one optimizer step each) of micro-batches (what memory allows)
+# 5. The update: mini-batches (one optimizer step each) of micro-batches (what memory allows)
 
 # What `update` adds up, 0 where no step is taken: every line of metrics.jsonl has the same keys.
-STATISTICS = ("policy_loss", "kl", "ratio_mean", "updated_share", "grad_norm", "unsafe_tokens")
+STATISTICS = ("policy_loss", "kl", "ratio_mean", "updated_share", "grad_norm", "optimizer_steps")
 STATISTICS += tuple(f"clip_ratio/{name}_mean" for name in ("low", "high", "dual"))
-STATISTICS += ("optimizer_steps", "skipped_steps", "nonfinite_steps", "masked_tokens")
+STATISTICS += ("skipped_steps", "nonfinite_steps", "masked_tokens")
 
 
 def update(policy, optimizer, rollout, tokens, args):
@@ -404,29 +289,34 @@ def update(policy, optimizer, rollout, tokens, args):
     One whose gradient is 0 is skipped, because Adam would move the weights all the same. Returns
     sums over the mini-batches: policy_loss's statistics, the gradient norm, counts.
     """
-    settings = ("clip_low", "clip_high", "clip_dual", "kl_coef")
-    settings = {name: getattr(args, name) for name in settings}
-    rollout, totals = copy.copy(rollout), dict.fromkeys(STATISTICS, 0)
-    rollout.tokens = tokens
+    totals = dict.fromkeys(STATISTICS, 0)
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
-        batch, sums = rollout.part(indices.tolist()), Counter()
-        kept = tokens_to_keep(policy, batch, args)  # (responses, L of the batch)
-        batch.tokens = batch.tokens & kept
+        batch, sums = rollout.rows(indices), Counter()
+        kept = tokens_to_keep(policy, batch, args)  # (responses, L of the batch); section 8
+        updated = kept & tokens[indices, : kept.shape[1]]
         if not args.kl_coef:  # then a response whose advantages are 0 has no gradient
-            batch.tokens &= batch.advantages.any(1, keepdim=True)
-        busy = batch.tokens.any(1).nonzero().flatten().tolist()  # responses with a token to update
+            updated = updated & batch.advantages.any(1, keepdim=True)
+        busy = updated.any(1).nonzero().flatten().tolist()  # responses with a token to update
         for micro_batch in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
-            part = batch.part(micro_batch)
+            part = batch.rows(micro_batch)
+            part_tokens = updated[micro_batch, : part.mask.shape[1]]
             with mixed_precision(policy, args), gradient_checkpointing(policy, args):
-                options = {"with_entropy": False, "tokens": part.tokens}
-                scores = token_logprobs(policy, part, args.temperature, args.min_p, **options)
-            values = (scores.logprobs, part.old_logprobs, part.advantages, part.mask)
-            settings |= {"tokens": part.tokens & scores.safe, "ref_logprobs": part.ref_logprobs}
-            loss, statistics = policy_loss(*values, **settings, normalizer=kept.sum())
+                logits = token_logits(policy, part.ids, part_tokens, args.temperature, args.min_p)
+            loss, statistics = policy_loss(
+                token_logprobs(logits, part.ids, part_tokens),
+                part.old_logprobs,
+                part.advantages,
+                part.mask,
+                tokens=part_tokens,
+                ref_logprobs=part.ref_logprobs,
+                clip_low=args.clip_low,
+                clip_high=args.clip_high,
+                clip_dual=args.clip_dual,
+                kl_coef=args.kl_coef,
+                normalizer=kept.sum(),
+            )
             loss.backward()
-            sums["unsafe_tokens"] += int((part.tokens & ~scores.safe).sum())
-            for name, value in statistics.items():
-                sums[name] += value
+            sums.update(statistics)  # a Counter adds
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         sums["grad_norm"] = float(norm)
         totals["masked_tokens"] += int((batch.mask & ~kept).sum())
@@ -443,6 +333,21 @@ def update(policy, optimizer, rollout, tokens, args):
     return totals
 
 
+def micro_batches(indices, lengths, size):
+    """Cut rows into lists of similar length, each of at most `size` tokens with its padding."""
+    batches, lengths = [], lengths.tolist()
+    for index in sorted(indices, key=lengths.__getitem__):
+        if not batches or (len(batches[-1]) + 1) * lengths[index] > size:
+            batches.append([])
+        batches[-1].append(index)
+    return batches
+
+
+def mixed_precision(model, args):
+    """Forward passes in bfloat16 where --dtype says so; weights and gradients stay float32."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
 @contextmanager
 def gradient_checkpointing(model, args):
     """With --gradient-checkpointing: keep each layer's input only, and compute the rest again in
@@ -450,11 +355,8 @@ def gradient_checkpointing(model, args):
 
     Not transformers' own switch, which works in training mode only, and so with dropout.
     """
-    layers = []
-    if args.gradient_checkpointing:
-        layers = [
-            layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)
-        ]
+    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    layers = layers if args.gradient_checkpointing else []
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     try:
@@ -465,52 +367,152 @@ def gradient_checkpointing(model, args):
 
 
 # --------------------------------------------------------------------------------------------------
-# 7. The algorithm
+# 6. Log-probabilities: log π(o_t | q, o_<t) at the sampling temperature
 
 
-def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
-    """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps."""
-    batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=run.step)
-    steps = range(run.step + 1, args.steps + 1)
-    progress = tqdm(steps, desc=method_name(args), disable=args.quiet)
-    for step in progress:
-        timings, device = {}, policy.device
-        prompts = next(batches)
-        rows = [row for row in prompts for _ in range(args.group_size)]  # one for each response
-        with timed("sampling", device, timings), mixed_precision(policy, args):  # o ~ π_old
-            options = {"group_size": args.group_size, "temperature": args.temperature}
-            options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
-            options["batch_size"] = args.sample_batch_size
-            rollout = sample(policy, tokenizer, [row["prompt"] for row in prompts], **options)
-        with timed("rewarding", device, timings):  # R
-            rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
-        # log π_old and log π_ref, before the first update
-        with timed("scoring", device, timings), mixed_precision(policy, args):
-            inputs = (rollout, args.temperature, args.tokens_per_microbatch, args.min_p)
-            old = score(policy, *inputs)
-            rollout.old_logprobs = old.logprobs  # (B, L)
-            if reference is not None:
-                ref = score(reference, *inputs, with_entropy=False)
-                unsafe = rollout.mask & ~ref.safe  # π_ref = 0 there
-                rollout.ref_logprobs = ref.logprobs.masked_fill(unsafe, -math.inf)  # (B, L)
-        with timed("updating", device, timings):
-            if args.advantage == "grpo":
-                advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask
-            else:
-                advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, L)
-            rollout.advantages = reweight_advantages(advantages, old.logprobs, args.alpha)  # Eq. 4
-            low, high = split_tokens(old.logprobs, rollout.mask, args.eta)
-            stages = update_stages(low, high, rollout.mask, args.eta, args.order, args.update_only)
-            stage_totals = [  # what was sampled outside the safe vocabulary is in no loss
-                (name, update(policy, optimizer, rollout, tokens & old.safe, args))
-                for name, tokens in stages * args.passes
+def token_logits(model, ids, tokens, temperature, min_p=0.0):
+    """The logits, divided by T_s, that each of `tokens` (B, L) of ids (B, L) was drawn from: (N, V)
+
+    N is the number of `tokens`. The temperature is that of sampling: π of Eqs. 1 and 4 is the
+    distribution that the tokens come from. Outside the safe vocabulary of `min_p` logits are −∞.
+    The output layer gets the hidden states of these N positions only: over a vocabulary of 150,000
+    words the logits of all tokens would take more memory than the model.
+    """
+    positions = tokens.roll(-1, 1)  # the logits at t speak of token t+1
+
+    def select(output_layer, inputs):
+        return inputs[0][positions]  # (B, L, hidden size) → (N, hidden size)
+
+    hook = model.get_output_embeddings().register_forward_pre_hook(select)
+    try:  # padding is on the right, where a causal model never looks: no attention mask is needed
+        logits = model(ids, use_cache=False).logits
+    finally:
+        hook.remove()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    return logits.masked_fill(~safe_vocabulary(logits, min_p), -math.inf) if min_p else logits
+
+
+def token_logprobs(logits, ids, tokens):
+    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits), for the N tokens: (N, V) → (B, L)
+
+    0 where `tokens` (B, L) is False.
+
+    >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
+    tensor([[ 0.0000, -1.3863]])
+    """
+    chosen = logits.gather(1, ids[tokens][:, None])[:, 0]  # (N,)
+    return spread(chosen - logits.logsumexp(1), tokens)
+
+
+def spread(values, tokens):
+    """Values (N,) to the N places of a mask (B, L), 0 elsewhere."""
+    return values.new_zeros(tokens.shape).masked_scatter(tokens, values)
+
+
+def entropy(logits):
+    """H = -Σ π log π in nats: (..., V) → (...).
+
+    >>> entropy(torch.zeros(1, 4))  # log 4
+    tensor([1.3863])
+    """
+    return torch.special.entr(logits.softmax(-1)).sum(-1)
+
+
+@torch.no_grad()
+def score(model, rollout, args, with_entropy=False):
+    """log π and H (or zeros) of every response token, a micro-batch at a time: two of (B, L)."""
+    dtype = torch.promote_types(model.dtype, torch.float32)
+    logprobs = torch.zeros_like(rollout.mask, dtype=dtype)
+    entropies = logprobs.clone()
+    for rows in micro_batches(range(len(logprobs)), rollout.lengths, args.tokens_per_microbatch):
+        part = rollout.rows(rows)
+        with mixed_precision(model, args):
+            logits = token_logits(model, part.ids, part.mask, args.temperature, args.min_p)
+        length = part.mask.shape[1]
+        logprobs[rows, :length] = token_logprobs(logits, part.ids, part.mask)
+        if with_entropy:
+            entropies[rows, :length] = spread(entropy(logits), part.mask)
+    return logprobs, entropies
+
+
+# --------------------------------------------------------------------------------------------------
+# 7. Sampling: o_i ~ π_old(· | q), G responses to each prompt
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompts, group_size, temperature, args):
+    """Sample `group_size` responses to each prompt text with HF `generate` (section 9): a Rollout.
+
+    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding.
+    """
+    end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
+    # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
+    # top_p 0.8 and a repetition penalty, and with those we would not sample from the π we score.
+    drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": args.min_p or None}
+    settings = GenerationConfig(
+        do_sample=temperature > 0,
+        **(drawing if temperature else {}),
+        repetition_penalty=1.0,
+        max_new_tokens=args.max_new_tokens,
+        eos_token_id=end_ids,
+        pad_token_id=pad_id,
+    )
+    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    prompt_of = torch.arange(len(prompts)).repeat_interleave(group_size)  # (B,)
+    own_settings, model.generation_config = model.generation_config, settings
+    try:
+        with mixed_precision(model, args):
+            generated = [
+                generate(model, tokenizer, prompt_ids, part, settings)
+                for part in prompt_of.split(args.sample_batch_size or len(prompt_of))
             ]
-        metrics = step_metrics(step, rollout, rewards, old.entropies, stage_totals, timings, args)
-        run.write_step(metrics, rows, rollout, rewards)
-        progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
-        if args.eval_every and step % args.eval_every == 0 and step < args.steps:
-            run.evaluate(step, policy, tokenizer, eval_rows)
-        run.end_step(step, policy, tokenizer, optimizer)
+    finally:
+        model.generation_config = own_settings
+    responses = torch.cat(generated).cpu()  # (B, max_new_tokens)
+    in_response, truncated = response_mask(responses, end_ids)
+    responses = [ids[own].tolist() for ids, own in zip(responses, in_response)]
+    ids, mask, lengths = pack([prompt_ids[i] for i in prompt_of], responses, pad_id)
+    without_end = [ids if endless else ids[:-1] for ids, endless in zip(responses, truncated)]
+    tensors = [values.to(model.device) for values in (ids, mask, lengths, truncated)]
+    return Rollout(*tensors, tokenizer.batch_decode(without_end))
+
+
+def end_token_ids(model, tokenizer):
+    """Every id that ends a response: a model may have several (Qwen2.5-Instruct has two)."""
+    end_ids = set()
+    for source in (model.generation_config, model.config.get_text_config(), tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        end_ids.update(ids if isinstance(ids, list) else [ids])
+    return sorted(end_ids - {None})
+
+
+def response_mask(sampled_ids, end_ids):
+    """Which sampled tokens belong to the response: all up to and including the first end token.
+
+    Going by the ids of the end, not by the padding id, keeps the end token where both are the
+    same. Returns a mask of the shape of the ids, and truncated (B,): no end token was sampled.
+
+    >>> response_mask(torch.tensor([[5, 2, 2], [5, 6, 7]]), end_ids=[2])
+    (tensor([[ True,  True, False],
+            [ True,  True,  True]]), tensor([False,  True]))
+    """
+    is_end = torch.isin(sampled_ids, torch.tensor(end_ids, device=sampled_ids.device))
+    return is_end.cumsum(1) - is_end.long() == 0, ~is_end.any(1)
+
+
+def pack(prompts, responses, pad_id=0):
+    """Lists of prompt ids and of response ids → ids and mask (B, L), lengths (B,); padded right.
+
+    >>> pack([[5, 6], [5]], [[7, 2], [8, 9]])[1]
+    tensor([[False, False,  True,  True],
+            [False,  True,  True, False]])
+    """
+    rows = [torch.tensor(prompt + response) for prompt, response in zip(prompts, responses)]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad_id)  # (B, L)
+    starts = torch.tensor([[len(prompt)] for prompt in prompts])  # (B, 1)
+    lengths = torch.tensor([len(row) for row in rows])  # (B,)
+    places = torch.arange(ids.shape[1])  # (L,)
+    return ids, (places >= starts) & (places < lengths[:, None]), lengths
 
 
 # --------------------------------------------------------------------------------------------------
@@ -533,11 +535,29 @@ def reinforce_pp_advantages(rewards, mask):
     return (rewards[:, None] - values.mean()) / (values.var() + 1e-8).sqrt() * mask
 
 
+def tokens_to_keep(policy, batch, args):
+    """The response tokens (B, L) of a mini-batch that STAPO and 80/20 leave to the update.
+
+    They go by the current policy, and their quantiles by the whole mini-batch: hence a forward
+    pass of its own, without which the result would depend on the micro-batch size.
+    """
+    kept = batch.mask
+    if args.stapo or args.top_entropy:
+        logprobs, entropies = score(policy, batch, args, with_entropy=True)
+    if args.stapo:
+        inputs = (logprobs, entropies, batch.advantages, batch.mask)
+        kept = kept & stapo_mask(*inputs, args.stapo_tau, args.stapo_quantile)
+    if args.top_entropy:
+        kept = kept & entropy_mask(entropies, batch.mask, args.top_entropy)
+    return kept
+
+
 def stapo_mask(logprobs, entropies, advantages, mask, tau_p=0.002, quantile=0.75):
     """STAPO (arXiv 2602.15620): the tokens to keep, all but the spurious ones. All are (B, L).
 
-    Spurious is a token with Â > 0, π < τ_p and H < τ_h: rewarded, unlikely, and where the policy
-    was sure of something else. τ_h is the `quantile` of H among the tokens with π < τ_p and Â > 0.
+    Spurious is a token with Â > 0, π < τ_p and H < τ_h. τ_h is the `quantile` of H among the
+    tokens with Â > 0 and π < τ_p: it is relative, so three quarters of these candidates go,
+    however unsure the policy was.
     """
     candidates = mask & (advantages > 0) & (logprobs.exp() < tau_p)
     if not candidates.any():
@@ -546,40 +566,16 @@ def stapo_mask(logprobs, entropies, advantages, mask, tau_p=0.002, quantile=0.75
     return mask & ~(candidates & (entropies < tau_h))
 
 
-def entropy_mask(entropies, mask, rho, lowest=False):
+def entropy_mask(entropies, mask, rho):
     """80/20 (arXiv 2506.01939): keep the share ρ of tokens with the highest entropy: (B, L).
-
-    `lowest` keeps the share ρ with the lowest instead, for the paper's ablation: with 0.8 exactly
-    the tokens that 0.2 leaves out.
 
     >>> entropy_mask(torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]]), torch.tensor([[True] * 5]), rho=0.2)
     tensor([[False,  True, False, False, False]])
     """
     values = entropies[mask].sort(descending=True).values
     count = round(rho * len(values))
-    count = len(values) - count if lowest else count  # how many stand above the threshold
     threshold = values[count - 1] if count else math.inf
-    return mask & ((entropies < threshold) if lowest else (entropies >= threshold))
-
-
-def tokens_to_keep(policy, batch, args):
-    """The tokens (B, L) of a mini-batch that STAPO and 80/20 leave to the update.
-
-    They go by the current policy, and their quantiles by the whole mini-batch: hence a forward
-    pass of its own, without which the result would depend on the micro-batch size.
-    """
-    kept = batch.mask
-    if args.stapo or args.top_entropy or args.bottom_entropy:
-        with mixed_precision(policy, args):
-            now = score(policy, batch, args.temperature, args.tokens_per_microbatch, args.min_p)
-    if args.stapo:
-        scores = (now.logprobs, now.entropies, batch.advantages, batch.mask)
-        kept = kept & stapo_mask(*scores, args.stapo_tau, args.stapo_quantile)
-    if args.top_entropy:
-        kept = kept & entropy_mask(now.entropies, batch.mask, args.top_entropy)
-    if args.bottom_entropy:
-        kept = kept & entropy_mask(now.entropies, batch.mask, args.bottom_entropy, lowest=True)
-    return kept
+    return mask & (entropies >= threshold)
 
 
 def safe_vocabulary(logits, min_p):
@@ -600,7 +596,7 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings, stretch=32):
 
     The same samples as one plain call, in less than half the time on a CPU: a prompt is read once
     for its group, responses that have ended leave the batch every `stretch` tokens, and the
-    key-value cache has room for a stretch instead of being copied for every token.
+    key-value cache is not copied for every token.
     """
     first, last = int(prompt_of[0]), int(prompt_of[-1])
     encoded = {"input_ids": prompt_ids[first : last + 1]}
@@ -608,20 +604,18 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings, stretch=32):
     ids, mask = encoded["input_ids"], encoded["attention_mask"]  # (prompts, P)
     end_ids = torch.tensor(settings.eos_token_id, device=ids.device)
     cache = Cache(layer_class_to_replicate=LayerWithRoom)
-    rows = (prompt_of - first).to(ids.device)  # (N,) of the cache
+    if ids.shape[1] > 1:  # `generate` reads the last prompt token itself
+        positions = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)  # from 0 at the first after padding
+        options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
+        model.base_model(ids[:, :-1], attention_mask=mask[:, :-1], **options)
+    rows = (prompt_of - first).to(ids.device)  # (N,) of ids, mask and cache
     unfinished = torch.arange(len(rows), device=ids.device)  # the responses that have not ended
     responses = ids.new_full((len(rows), settings.max_new_tokens), settings.pad_token_id)
-    if ids.shape[1] > 1:  # `generate` reads the last prompt token itself
-        seen = mask[:, :-1]
-        positions = (seen.cumsum(1) - 1).clamp(min=0)  # from 0 at the first token after padding
-        options = {"position_ids": positions, "past_key_values": cache, "use_cache": True}
-        model.base_model(ids[:, :-1], attention_mask=seen, **options)
-    ids, mask = ids[rows], mask[rows]
     for start in range(0, settings.max_new_tokens, stretch):
+        ids, mask = ids[rows], mask[rows]
+        cache.batch_select_indices(rows)
         settings_of_stretch = copy.copy(settings)
         settings_of_stretch.max_new_tokens = min(stretch, settings.max_new_tokens - start)
-        for layer in cache.layers:
-            layer.keep(rows, room=stretch)
         options = {"past_key_values": cache, "generation_config": settings_of_stretch}
         ids = model.generate(ids, attention_mask=mask, **options)
         new = ids[:, mask.shape[1] :]  # (unfinished responses, new tokens)
@@ -629,35 +623,39 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings, stretch=32):
         rows = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
         if not len(rows):
             break
-        mask = torch.cat([mask, torch.ones_like(new)], 1)[rows]
-        unfinished, ids = unfinished[rows], ids[rows]
+        mask, unfinished = torch.cat([mask, torch.ones_like(new)], 1), unfinished[rows]
     return responses
 
 
 class LayerWithRoom(DynamicLayer):
-    """One layer of HF's key-value cache, with room for new tokens behind those it holds.
+    """One layer of HF's key-value cache, with room for `ROOM` new tokens behind those it holds.
 
     DynamicLayer copies all keys and values for each new token; this one writes into the room.
     """
 
-    storage = None  # keys and values with their room, (rows, heads, length + room, head size) each
+    ROOM, room = (
+        32,
+        None,
+    )  # keys and values with their room, (rows, heads, length + room, size) each
 
-    def keep(self, rows, room):
-        """Keep these rows (one may stand several times) and make room for so many tokens."""
-        kept = self.keys[rows], self.values[rows]
-        self.storage = [torch.nn.functional.pad(states, (0, 0, 0, room)) for states in kept]
-        self.keys, self.values = (states[:, :, :-room] for states in self.storage)
+    def batch_select_indices(self, indices):
+        """Keep these rows; one may stand several times."""
+        if self.is_initialized:
+            super().batch_select_indices(indices)
+        self.room = None
 
     def update(self, keys, values, *args, **kwargs):
         """Add the keys and values of new tokens; returns all that attention is to see."""
         keys = keys.to(values.dtype)  # under autocast rotated keys are float32: twice the memory
-        if self.storage is None:  # the prompts
+        if not self.is_initialized:  # the prompts
             return super().update(keys, values)
-        length = self.keys.shape[2]
-        for states, new in zip(self.storage, (keys, values)):
-            states[:, :, length : length + new.shape[2]] = new
-        length += keys.shape[2]
-        self.keys, self.values = (states[:, :, :length] for states in self.storage)
+        length, end = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
+        if self.room is None or end > self.room[0].shape[2]:
+            sides = (0, 0, 0, keys.shape[2] + self.ROOM)
+            self.room = [torch.nn.functional.pad(old, sides) for old in (self.keys, self.values)]
+        for states, new in zip(self.room, (keys, values)):
+            states[:, :, length:end] = new
+        self.keys, self.values = (states[:, :, :end] for states in self.room)
         return self.keys, self.values
 
 
@@ -687,34 +685,29 @@ def evaluate(policy, tokenizer, rows, args):
     {difficulty: {"greedy": ..., "avg@k": ..., "pass@k": ..., "length": ..., "prompts": n}} and, for
     each row, its (response, reward, length), the greedy one first.
     """
-    k, device, answers = args.eval_samples, policy.device, [[] for _ in rows]
+    k, device, prompts = args.eval_samples, policy.device, [row["prompt"] for row in rows]
+    answers = [[] for _ in rows]
     devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type), mixed_precision(policy, args):
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(args.seed + 1)
-        for group_size, temperature in ((1, 0), (k, args.eval_temperature)):
-            if not group_size:
-                continue
-            options = {"group_size": group_size, "temperature": temperature}
-            options |= {"max_new_tokens": args.max_new_tokens, "min_p": args.min_p}
-            options["batch_size"] = args.sample_batch_size or 256
-            rollout = sample(policy, tokenizer, [row["prompt"] for row in rows], **options)
+        for group_size, temperature in [(1, 0), (k, args.eval_temperature)][: 1 + bool(k)]:
+            rollout = sample(policy, tokenizer, prompts, group_size, temperature, args)
             repeated = [row for row in rows for _ in range(group_size)]
             rewards = compute_rewards(rollout.texts, repeated, args)
-            lengths = rollout.mask.sum(1).tolist()
-            for i, answer in enumerate(zip(rollout.texts, rewards, lengths)):
+            for i, answer in enumerate(zip(rollout.texts, rewards, rollout.mask.sum(1).tolist())):
                 answers[i // group_size].append(answer)
     table = {}
     for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
         group = [answers[i] for i, row in enumerate(rows) if row["difficulty"] == difficulty]
-        right = [[reward >= args.solved_reward for _, reward, _ in each] for each in group]
-        lengths = [length for each in group for _, _, length in each]
-        table[difficulty] = {"prompts": len(group), "length": sum(lengths) / len(lengths)}
-        measures = {"greedy": [greedy for greedy, *_ in right]}
+        numbers = [[(reward, length) for _, reward, length in each] for each in group]
+        rewards, lengths = torch.tensor(numbers, dtype=torch.float64).unbind(2)  # (prompts, 1 + k)
+        table[difficulty] = {"prompts": len(group), "length": lengths.mean().item()}
+        right = (rewards >= args.solved_reward).double()
+        measures = {"greedy": right[:, 0]}
         if k:
-            measures[f"avg@{k}"] = [sum(sampled) / k for _, *sampled in right]
-            measures[f"pass@{k}"] = [any(sampled) for _, *sampled in right]
+            measures |= {f"avg@{k}": right[:, 1:].mean(1), f"pass@{k}": right[:, 1:].amax(1)}
         for measure, values in measures.items():
-            mean = sum(values) / len(group)
+            mean = values.mean().item()
             table[difficulty][measure] = (mean, *wilson_interval(mean, len(group)))
     return table, answers
 
@@ -756,27 +749,26 @@ def timed(phase, device, timings):
 
 def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args):
     """One line of metrics.jsonl, with TRL's names where TRL has one."""
-    tokens, lengths = int(rollout.mask.sum()), rollout.mask.sum(1).float()
-    groups = rewards.view(-1, args.group_size)
-    low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta or 0.5)  # the paper's η
+    mask, lengths = rollout.mask, rollout.mask.sum(1).float()
+    groups, count = rewards.view(-1, args.group_size), int(mask.sum())
+    low, _ = split_tokens(rollout.old_logprobs, mask, args.eta or 0.5)  # the paper's η
     metrics = {
         "reward": rewards.mean(),
         "reward_std": groups.std(1, correction=min(1, args.group_size - 1)).mean(),
         "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean(),
         "accuracy": (rewards >= args.solved_reward).float().mean(),
         "completions/mean_length": lengths.mean(),
-        "completions/min_length": lengths.min(),
         "completions/max_length": lengths.max(),
         "completions/clipped_ratio": rollout.truncated.float().mean(),
-        "entropy": entropies.sum().item() / tokens,
-        "low_probability_share": low.sum().item() / tokens,
-        "rollout/kl": 0.0,
-        "rollout/tokens": tokens,
-        "rollout/tokens_with_prompts": rollout.lengths.sum(),
+        "entropy": entropies.sum() / count,
+        "low_probability_share": low.sum() / count,
+        "rollout/kl": 0.0,  # of the policy that sampled to the starting one
+        "rollout/tokens": count,
     }
-    if rollout.ref_logprobs is not None:  # how far the policy that sampled is from the starting one
-        kl = kl_estimate(rollout.old_logprobs, rollout.ref_logprobs)
-        metrics["rollout/kl"] = kl[rollout.mask].mean()
+    if rollout.ref_logprobs is not None:
+        inside = mask & (rollout.old_logprobs != -math.inf)
+        kl = kl_estimate(rollout.old_logprobs[inside], rollout.ref_logprobs[inside])
+        metrics["rollout/kl"] = kl.sum() / count
     steps, sums = Counter(), Counter()
     for name, totals in stage_totals:
         steps[name] += totals["optimizer_steps"]
@@ -785,33 +777,35 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
             is_count = key.endswith(("_steps", "_tokens"))
             key = f"grad_norm/{name}" if key == "grad_norm" else key
             sums[key] += value if is_count else value / max(1, steps[name])
-    sums["masked_share"] = sums["masked_tokens"] / (len(stage_totals) * tokens)
-    metrics = {name: float(value) for name, value in metrics.items()}
-    return {"step": step, **metrics, **sums, **timings}
+    sums["masked_share"] = sums["masked_tokens"] / (len(stage_totals) * count)
+    return {
+        "step": step,
+        **{key: float(value) for key, value in metrics.items()},
+        **sums,
+        **timings,
+    }
 
 
 class Run:
     """The folder runs/NAME: its files config.json and *.jsonl, checkpoints/ and final/."""
 
-    def __init__(self, args):
-        self.args, self.step, self.stop_signal = args, 0, None  # step: the last one that is done
+    def __init__(self, policy, tokenizer, optimizer, args):
+        self.policy, self.tokenizer, self.optimizer, self.args = policy, tokenizer, optimizer, args
+        self.step, self.stop_asked, self.evaluating = 0, False, False  # step: the last that is done
         name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
         self.folder = Path(args.resume or Path(args.output) / name)
-        if not args.resume:
-            if self.folder.exists():
-                raise UserError(f"{self.folder} is there: --resume it or choose another --name")
-            self.folder.mkdir(parents=True)
-            self.write_config()
+        if self.folder.exists() and not args.resume:
+            raise UserError(f"{self.folder} is there: --resume it or choose another --name")
+        self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = (self.folder / ".lock").open("w")  # the system unlocks it when the process ends
-        try:
-            if fcntl:
+        if os.name == "posix":
+            fcntl = importlib.import_module("fcntl")
+            with user_errors(f"another process is at work in {self.folder}"):
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"another process is at work in {self.folder}") from error
-
-    def write_config(self):
+        if args.resume:
+            self.go_on()
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        config = {**vars(self.args), "resume": "", "method": method_name(self.args), **versions}
+        config = {**vars(args), "resume": "", "method": method_name(args), **versions}
         with replaced_at_once(self.folder / "config.json") as path:
             path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
@@ -819,86 +813,83 @@ class Run:
         with open(self.folder / file, "a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
 
-    def write_step(self, metrics, rows, rollout, rewards):
-        self.append("metrics.jsonl", metrics)
-        for i in range(len(rows))[:2]:
-            sample = {"step": metrics["step"], "prompt": rows[i]["prompt"]}
-            sample |= {"response": rollout.texts[i], "solution": rows[i]["solution"]}
-            sample |= {"reward": rewards[i].item(), "truncated": bool(rollout.truncated[i])}
-            self.append("samples.jsonl", sample)
-        for problem in ("skipped_steps", "nonfinite_steps"):
-            if metrics[problem]:
-                tqdm.write(f"step {metrics['step']}: {problem} {metrics[problem]}")
-
-    def evaluate(self, step, policy, tokenizer, rows):
-        if not any(row["step"] == step for row in self.read_lines("evaluations.jsonl")):
-            table, _ = evaluate(policy, tokenizer, rows, self.args)
-            self.append("evaluations.jsonl", {"step": step, "table": table})
-
     def read_lines(self, file):
         """The rows of a jsonl file up to the last step that is done, without a torn one."""
         path = self.folder / file
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.endswith("}")]
-        return [row for row in rows if row["step"] <= self.step]
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        return [row for row in map(json.loads, lines) if row["step"] <= self.step]
 
-    def checkpoints(self):
-        return sorted((self.folder / "checkpoints").glob("step-*"))
+    def end_step(self, step, metrics, rows, rollout, rewards):
+        """Write what the step was, save where that is due, stop where that was asked for."""
+        self.step = step
+        self.append("metrics.jsonl", metrics)
+        for row, text, reward in list(zip(rows, rollout.texts, rewards.tolist()))[:2]:
+            sample = {"prompt": row["prompt"], "response": text, "solution": row["solution"]}
+            self.append("samples.jsonl", {"step": step, **sample, "reward": reward})
+        if self.stop_asked or (self.args.save_every and step % self.args.save_every == 0):
+            self.save_checkpoint()
+        if self.stop_asked:
+            raise KeyboardInterrupt
 
-    def save_checkpoint(self, policy, tokenizer, optimizer):
-        """Everything that the next step depends on, in checkpoints/step-N; the newest stay."""
-        checkpoint = self.folder / "checkpoints" / f"step-{self.step:06d}"
-        if checkpoint.exists():
+    def evaluate(self, rows):
+        """Evaluate the policy as it is now, once, into evaluations.jsonl."""
+        if any(row["step"] == self.step for row in self.read_lines("evaluations.jsonl")):
             return
-        state = {"step": self.step, "optimizer": optimizer.state_dict()}
+        try:
+            self.evaluating = True
+            table, _ = evaluate(self.policy, self.tokenizer, rows, self.args)
+        except KeyboardInterrupt:
+            self.save_checkpoint()
+            raise
+        finally:
+            self.evaluating = False
+        self.append("evaluations.jsonl", {"step": self.step, "table": table})
+
+    def ask_to_stop(self, number, frame):
+        """What Ctrl-C and SIGTERM call: stop after this step, at once in an evaluation or twice."""
+        signal.signal(number, signal.default_int_handler)
+        if self.evaluating:
+            raise KeyboardInterrupt
+        self.stop_asked = True
+        print("\nfinishing this step; once more to stop at once", file=sys.stderr)
+
+    def save_checkpoint(self):
+        """Everything that the next step depends on, in checkpoints/step-N; the one before goes."""
+        checkpoints, device = self.folder / "checkpoints", self.policy.device
+        newest = checkpoints / f"step-{self.step:06d}"
+        if newest.exists() or not self.step:
+            return
+        state = {"step": self.step, "optimizer": self.optimizer.state_dict()}
         state["random"] = {"cpu": torch.get_rng_state()}
-        if policy.device.type != "cpu":
-            module = torch.get_device_module(policy.device)
-            state["random"][policy.device.type] = module.get_rng_state()
-        with replaced_at_once(checkpoint) as folder:
-            policy.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+        if device.type != "cpu":
+            state["random"][device.type] = torch.get_device_module(device).get_rng_state()
+        with replaced_at_once(newest) as folder:
+            self.policy.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
             torch.save(state, folder / "training_state.pt")
-        for old in self.checkpoints()[: -self.args.keep]:
+        for old in sorted(checkpoints.glob("step-*"))[:-1]:
             shutil.rmtree(old)
 
-    def load_checkpoint(self, policy, optimizer):
+    def go_on(self):
         """Bring policy, optimizer, random numbers and files back to the newest checkpoint."""
-        if checkpoints := self.checkpoints():
-            newest = checkpoints[-1]
-            model, _ = load_model(newest, "cpu", self.args.trust_remote_code)
-            policy.load_state_dict(model.state_dict())
-            file = newest / "training_state.pt"
-            with user_errors(f"{file} is damaged: remove {newest} to go on before it"):
+        if checkpoints := sorted((self.folder / "checkpoints").glob("step-*")):
+            self.policy.load_state_dict(load_model(checkpoints[-1], "cpu")[0].state_dict())
+            file = checkpoints[-1] / "training_state.pt"
+            with user_errors(f"{file} is damaged: start a new run from {self.args.model}"):
                 state = torch.load(file, weights_only=True, map_location="cpu")
                 self.step, random_states = state["step"], state["random"]
                 state = state["optimizer"]
-            optimizer.load_state_dict(state)
+            self.optimizer.load_state_dict(state)
             torch.set_rng_state(random_states["cpu"])
-            if policy.device.type in random_states.keys() - {"cpu"}:  # else from another kind
-                module = torch.get_device_module(policy.device)
-                module.set_rng_state(random_states[policy.device.type])
+            device = self.policy.device
+            if device.type in random_states.keys() - {"cpu"}:  # else from another kind
+                torch.get_device_module(device).set_rng_state(random_states[device.type])
         if self.step > self.args.steps:
             raise UserError(f"{self.folder} has done {self.step} steps: give --steps above that")
-        self.write_config()
         for file in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
             rows = self.read_lines(file)
             with replaced_at_once(self.folder / file) as path:
                 path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-    def ask_to_stop(self, number, frame):
-        """What Ctrl-C and SIGTERM call: stop after the current step; asked twice, at once."""
-        self.stop_signal = number
-        signal.signal(number, signal.default_int_handler)
-        print("\nfinishing this step; once more to stop at once", file=sys.stderr)
-
-    def end_step(self, step, policy, tokenizer, optimizer):
-        """Save where it is due, stop where that was asked for."""
-        self.step = step
-        if self.stop_signal or (self.args.save_every and step % self.args.save_every == 0):
-            self.save_checkpoint(policy, tokenizer, optimizer)
-        if self.stop_signal:
-            raise KeyboardInterrupt
 
 
 @contextmanager
@@ -914,12 +905,11 @@ def replaced_at_once(path):
         os.replace(partial, path)
 
 
-def load_model(name, device, trust_remote_code=False):
+def load_model(name, device):
     """Model (weights in float32, in evaluation mode) and tokenizer of a folder or a hub name."""
-    options = {"trust_remote_code": trust_remote_code}
     with user_errors(f"cannot load the model {name}"):
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-        options |= {"dtype": torch.float32, "output_loading_info": True}
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        options = {"dtype": torch.float32, "output_loading_info": True}
         model, report = AutoModelForCausalLM.from_pretrained(name, **options)
         if report["missing_keys"] or report["mismatched_keys"]:
             raise ValueError("its weights do not fit its config.json")
@@ -928,11 +918,14 @@ def load_model(name, device, trust_remote_code=False):
     return model.to(device).eval(), tokenizer
 
 
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
+
+
 def check_model(model, tokenizer, rows, args):
     """UserError where the model cannot be sampled from, or prompts and responses do not fit it."""
     config = model.config.get_text_config()
-    attends = all("attention" in kind for kind in getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or not attends:  # their cache is of another kind
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or kinds - ATTENTION:
         raise UserError(f"{args.model} has layers other than attention: choose another --model")
     limit = getattr(config, "max_position_embeddings", math.inf)
     rope = getattr(config, "rope_parameters", None) or {}
@@ -944,6 +937,9 @@ def check_model(model, tokenizer, rows, args):
         raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
     if not all(ids) or max(map(max, ids)) >= model.get_input_embeddings().num_embeddings:
         raise UserError("a prompt is empty, or has a token that the model has no embedding for")
+    with user_errors(f"cannot sample from {args.model}: choose another --model"):
+        two_tokens = argparse.Namespace(**{**vars(args), "max_new_tokens": 2})
+        sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
 
 
 def choose_device(name):
@@ -992,9 +988,10 @@ def make_optimizer(policy, args):
 # 24: every 50 steps it adds a tenth to the time, every 10 steps it would add a half.
 PAPER = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --mini-batch-size 256
     --learning-rate 1e-6 --tokens-per-microbatch 4096 --gradient-checkpointing
-    --sample-batch-size 104 --eval-every 50 --save-every 20 --keep 1"""
+    --sample-batch-size 104 --eval-every 50 --save-every 20"""
 PRESETS = {
-    "tiny-math": "--prompts-per-step 64 --mini-batch-size 256",  # shorter responses, more of them
+    # shorter responses, more of them
+    "tiny-math": "--prompts-per-step 64 --mini-batch-size 256 --sample-batch-size 512",
     "kk": f"""{PAPER} --model Qwen/Qwen2.5-3B-Instruct --people 3 4 5 6 7 --steps 351
     --data K-and-K/knights-and-knaves:train:3ppl+4ppl+5ppl+6ppl+7ppl
     --eval-data K-and-K/knights-and-knaves:test:3ppl+4ppl+5ppl+6ppl+7ppl""",
@@ -1006,10 +1003,6 @@ PRESETS = {
 class Parser(argparse.ArgumentParser):
     def error(self, message):  # one sentence, without the list of all flags
         raise UserError(f"{message} (python lopti.py --help lists the flags)")
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Shows the defaults, and leaves the lines of the description as they are."""
 
 
 def number(kind, low, high=math.inf):
@@ -1026,34 +1019,30 @@ def number(kind, low, high=math.inf):
 
 
 def build_parser():
-    share, positive, not_negative = number(float, 0, 1), number(float, 1e-9), number(float, 0, 1e9)
+    share, not_negative = number(float, 0, 1), number(float, 0, 1e9)
     rate, temperature = number(float, 1e-12, 1), number(float, 0.01, 100)
     count, at_least_1 = number(int, 0), number(int, 1)
-    presets = "\n".join(f"  {name}: {flags}" for name, flags in PRESETS.items())
     parser = Parser(
-        usage="python lopti.py [flags]",
-        description=__doc__.split("\n\nRead it")[0],
-        epilog=f"presets, as flags that stand before yours:\n{presets}",
-        formatter_class=HelpFormatter,
+        usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
+        description=__doc__.split("\n\n")[0],
+        epilog=" ".join(f"--preset {name} is {flags}." for name, flags in PRESETS.items()),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    parser.set_defaults(**CONSTANTS)
     add = parser.add_argument
     add("--preset", choices=("tiny", "kk", "math"), default="tiny", help="kk, math: the paper's")
     add = parser.add_argument_group("method").add_argument
     add("--advantage", choices=("grpo", "reinforce++"), default="grpo", help="by group or by batch")
     add("--alpha", type=share, default=0.0, help="α of Advantage Reweighting, Eq. 4")
     add("--eta", type=share, default=0.0, help="η of Lopti: π < η is updated first")
-    add("--order", choices=("low-high", "high-low"), default="low-high", help="of Lopti (Fig. 6b)")
-    add("--update-only", choices=("low", "high"), help="one of Lopti's stages alone (Fig. 6a)")
+    orders = ("low-high", "high-low", "low", "high")
+    add("--order", choices=orders, default="low-high", help="Lopti's stages (Fig. 6a, b)")
     add("--passes", type=at_least_1, default=1, help="how often to go over a rollout batch")
     add("--stapo", action="store_true", help="silence STAPO's spurious tokens")
-    add("--stapo-tau", type=share, default=0.002, help="τ_p of STAPO")
-    add("--stapo-quantile", type=share, default=0.75, help="STAPO's τ_h, of the candidates' H")
     add("--top-entropy", type=share, default=0.0, help="ρ of 80/20, the share kept; paper: 0.2")
-    add("--bottom-entropy", type=share, default=0.0, help="the share kept in 80/20's ablation: 0.8")
     add("--min-p", type=share, default=0.0, help="ρ of the safe vocabulary; e^-13 is 2.3e-6")
     add("--clip-low", type=not_negative, default=0.2, help="ε_l: the ratio is clipped at 1-ε_l")
     add("--clip-high", type=not_negative, default=0.24, help="ε_h: the ratio is clipped at 1+ε_h")
-    add("--clip-dual", type=number(float, 1), default=10.0, help="c: where Â < 0, loss ≤ -c·Â")
     add("--kl-coef", type=not_negative, default=0.001, help="β; 0 also saves the reference model")
     add = parser.add_argument_group("sampling").add_argument
     add("--prompts-per-step", type=at_least_1, default=16, help="prompts in a rollout batch")
@@ -1061,11 +1050,9 @@ def build_parser():
     add("--temperature", type=temperature, default=1.0, help="T_s, of sampling and every π")
     add("--max-prompt-length", type=at_least_1, default=400, help="longer prompts are dropped")
     add("--max-new-tokens", type=at_least_1, default=256, help="longest response, in tokens")
-    add("--sample-batch-size", type=count, default=0, help="responses at once; 0: all (eval: 256)")
+    add("--sample-batch-size", type=count, default=256, help="responses at a time; 0: all")
     add = parser.add_argument_group("optimisation").add_argument
     add("--learning-rate", type=rate, default=1e-4, help="of AdamW, constant")
-    add("--weight-decay", type=share, default=0.01, help="of AdamW")
-    add("--max-grad-norm", type=positive, default=1.0, help="each step's gradient is clipped to it")
     add("--mini-batch-size", type=count, default=64, help="responses in an optimizer step; 0: all")
     add("--tokens-per-microbatch", type=at_least_1, default=2048, help="changes memory and speed")
     add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
@@ -1080,26 +1067,22 @@ def build_parser():
     add("--people", type=int, nargs="+", default=[2, 3], help="kk: sizes of puzzles")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of forwards")
     add("--device", default="auto", help="auto: a GPU or cpu; mps is untried")
-    add("--trust-remote-code", action="store_true", help="let a model run its own Python code")
     add = parser.add_argument_group("evaluation and run folder").add_argument
     add("--eval-every", type=count, default=0, help="steps; 0: before and after training only")
     add("--eval-size", type=count, default=100, help="evaluation prompts per difficulty; 0: all")
-    add("--eval-samples", type=count, default=4, help="k of avg@k and pass@k")
-    add("--eval-temperature", type=temperature, default=1.0, help="of those samples")
+    add("--eval-samples", type=count, default=4, help="k of avg@k and pass@k, at T = 1")
     add("--eval-only", action="store_true", help="evaluate the model and stop")
     add("--show", type=count, default=0, help="with --eval-only: print so many prompts, answered")
-    add("--save-every", type=count, default=10, help="steps between checkpoints; 0: none")
-    add("--keep", type=at_least_1, default=2, help="how many of the newest checkpoints stay")
+    add("--save-every", type=count, default=10, help="steps; 0: a checkpoint only when stopped")
     add("--resume", default="", metavar="runs/NAME", help="go on with a run, by its own settings")
     add("--name", default="", help="of the run folder; a new one by default")
     add("--output", default="runs", help="where run folders are made")
     add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of everything random")
-    add("--quiet", action="store_true", help="no progress bar")
     return parser
 
 
 # What --resume takes beside it: nothing that changes what the run means.
-FREE_TO_CHANGE = {"resume", "steps", "save_every", "keep", "eval_every", "device", "quiet"}
+FREE_TO_CHANGE = {"resume", "steps", "save_every", "eval_every", "device", "sample_batch_size"}
 FREE_TO_CHANGE |= {"tokens_per_microbatch", "gradient_checkpointing"}
 
 
@@ -1121,10 +1104,12 @@ def parse_arguments(argv=None):
         tiny_math = args.preset == "tiny" and args.task == "math"
         preset = PRESETS.get("tiny-math" if tiny_math else args.preset, "")
         args = parser.parse_args([*preset.split(), *argv])
+    if args.reward and args.solved_reward is None:
+        raise UserError("--reward needs --solved-reward: from which reward on is a response right?")
     if args.solved_reward is None:
         args.solved_reward = TASKS[args.task].solved
-    if args.update_only and not args.eta:
-        raise UserError("--update-only needs --eta above 0 to tell low from high")
+    if args.order != "low-high" and not args.eta:
+        raise UserError("--order needs --eta above 0 to tell low from high")
     if args.group_size < 2 and args.advantage == "grpo":
         raise UserError("--group-size must be at least 2: GRPO compares responses within a group")
     return args
@@ -1132,15 +1117,15 @@ def parse_arguments(argv=None):
 
 def method_name(args):
     """'GRPO', 'GRPO + AR (α=0.3)', 'GRPO + AR (α=0.3) + Lopti (η=0.5)' and so on."""
-    split = "reversed Lopti" if args.order == "high-low" else "Lopti"
-    split = f"{args.update_only} only" if args.update_only else split
+    split = {"low-high": "Lopti", "high-low": "reversed Lopti"}.get(
+        args.order, f"{args.order} only"
+    )
     parts = {
         args.advantage.upper(): True,
         f"AR (α={args.alpha:g})": args.alpha,
         f"{split} (η={args.eta:g})": args.eta,
         "STAPO": args.stapo,
         f"80/20 (ρ={args.top_entropy:g})": args.top_entropy,
-        f"lowest {args.bottom_entropy:.0%} of entropies": args.bottom_entropy,
         f"min-p (ρ={args.min_p:g})": args.min_p,
         f"{args.passes} passes": args.passes > 1,
     }
@@ -1162,7 +1147,7 @@ def run_command(args):
     if args.dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
         args.dtype = "bfloat16" if fast else "float32"
-    policy, tokenizer = load_model(args.model, device, args.trust_remote_code)
+    policy, tokenizer = load_model(args.model, device)
     train_rows, eval_rows = load_data(args, tokenizer)
     check_model(policy, tokenizer, train_rows + eval_rows, args)
     if args.eval_only:
@@ -1172,17 +1157,15 @@ def run_command(args):
         return
     torch.manual_seed(args.seed)
     reference, optimizer = make_reference(policy, args), make_optimizer(policy, args)
-    run = Run(args)
-    if args.resume:
-        run.load_checkpoint(policy, optimizer)
+    run = Run(policy, tokenizer, optimizer, args)
     with suppress(ValueError):  # of any thread but the main one
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, run.ask_to_stop)
     print(f"{method_name(args)} on {device}, steps {run.step + 1} to {args.steps}, {run.folder}")
-    run.evaluate(0, policy, tokenizer, eval_rows)
     train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
-    run.evaluate(args.steps, policy, tokenizer, eval_rows)
-    run.save_checkpoint(policy, tokenizer, optimizer)
+    if args.save_every:
+        run.save_checkpoint()
+    run.evaluate(eval_rows)
     with replaced_at_once(run.folder / "final") as folder:
         policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

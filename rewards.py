@@ -19,20 +19,16 @@ import importlib
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
 import sys
-import zlib
-from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, takewhile
 from pathlib import Path
 
-from jinja2 import TemplateError  # what chat templates raise; transformers brings it
+from jinja2 import TemplateError  # what chat templates raise; torch brings jinja2
 
 
 def message_text(message):
@@ -63,12 +59,9 @@ def kk_reward(completions, solution, **columns):
     rewards = []
     triples = zip(completions, prompts, solution, strict=True)
     for row, (completion, prompt, truth) in enumerate(triples):
-        roles = read_roles(truth) if isinstance(truth, str) else None
+        roles = read_roles(message_text(truth))
         if not roles:
-            raise ValueError(
-                f"row {row} of `solution` does not give each name one role: {truth!r}; "
-                "want lines like '(1) Zoey is a knight'"
-            )
+            raise ValueError(f"row {row} of `solution` does not give each name one role: {truth!r}")
         opened = "<think>" if message_text(prompt).rstrip().endswith("<think>") else ""
         rewards.append(score_puzzle(opened + message_text(completion), roles))
     return rewards
@@ -113,22 +106,18 @@ def read_roles(text, names=None):
 # is not an expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
-MAX_BOX = 10_000  # characters within which a box closes
-MAX_DEPTH = 30  # nested brackets, fractions, roots and exponents
-MAX_BITS = 10_000  # size of an exact fraction; an answer that needs more is compared as text
+MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
+MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
 
 
 def math_reward(completions, solution, **columns):
     r"""Return 1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
 
-    Args:
-        completions: strings or lists of chat messages.
-        solution: one answer per completion, for example r"\frac{1}{2}".
-        columns: ignored; trainers pass the other columns of the data set here.
+    Completions and solutions, such as r"\frac{1}{2}", as for kk_reward; `columns` are ignored.
+    Where 1/2 is expected, 2/4 earns nothing, as in the graders of the field.
     """
-    boxed = [extract_boxed(message_text(completion)) for completion in completions]
-    pairs = zip(boxed, solution, strict=True)
-    return [float(answers_match(box or "", str(truth))) for box, truth in pairs]
+    pairs = zip(map(message_text, completions), solution, strict=True)
+    return [float(answers_match(extract_boxed(text) or "", str(truth))) for text, truth in pairs]
 
 
 def extract_boxed(text):
@@ -138,17 +127,15 @@ def extract_boxed(text):
     '\\frac{1}{2}'
     """
     text = text.rpartition("</think>")[2]
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"))
-    opening = re.compile(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))").match(text, max(start, 0))
-    if opening is None or opening.group(1):  # \boxed 5 has no braces
-        return opening and opening.group(1)
-    # Not to the end of the text: a model that has learnt to repeat "{" would make this slow.
-    depth, end = 1, opening.end() + MAX_BOX
-    for brace in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, opening.end(), end):
-        depth += {"{": 1, "}": -1}.get(brace.group(), 0)  # \{ and \} do not nest
+    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"), 0)
+    opening = re.match(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))", text[start : start + MAX_BOX])
+    if opening is None or opening[1]:  # \boxed 5 has no braces
+        return opening and opening[1]
+    depth, content = 1, text[start + opening.end() :][:MAX_BOX]
+    for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
         if depth == 0:
-            return text[opening.end() : brace.start()]
-    return None  # the closing brace is missing or far away
+            return content[: brace.start()]
 
 
 def answers_match(predicted, expected):
@@ -156,7 +143,7 @@ def answers_match(predicted, expected):
 
     A unit may be missing. Where both answers have units, these must begin with the same letter: cm
     and centimetres agree, cents and \$ (dollars) do not. By the convention of the paper's grader
-    20\% counts as 20.
+    20\% counts as 20. A fraction must be in lowest terms.
     >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
     (True, False, True)
     """
@@ -167,27 +154,29 @@ def answers_match(predicted, expected):
         return False
     try:
         return answer == truth or same_answer(parse(answer), parse(truth))
-    except (ValueError, KeyError, ArithmeticError):  # no expression, no number, too large, 1/0
-        return False
+    except (ValueError, KeyError, ArithmeticError, RecursionError):
+        return False  # no expression, no number, too large, 1/0, or nested too deeply
 
 
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"\\(begin|end)\s*\{[bp]?matrix\}", r"\\\1 "),  # a matrix is a bracket with two separators
     (r"\\\\", ";"),
-    (r"&", ","),
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),  # 1,200
     (r"\\\$\s*(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),
     (r"\\?%", r"\\text{percent}"),
     (r"°|\\degree|\^\s*\{?\s*\\circ\s*\}?", r"\\text{degrees}"),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal))(?![A-Za-z])", " "),
     (r"\\[,;:!()\s]|[$~]", " "),
-    (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b)", ","),  # "2, and 3" has one comma
-    (r"√|(?<!\\)\bsqrt\b", r"\\sqrt "),
-    (r"π|(?<!\\)\bpi\b", r"\\pi "),
+    (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
+    (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
+    (r"√", r"\\sqrt "),
+    (r"π", r"\\pi "),
+    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|sin|cos|tan)(?![A-Za-z])", r"\\\1 "),
     (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*"),
     (r"[−–]", "-"),
     (r"\\leq?(?:slant)?(?![A-Za-z])|≤", "<="),
     (r"\\geq?(?:slant)?(?![A-Za-z])|≥", ">="),
+    (r"\\neq?(?![A-Za-z])|≠", "!="),
     (r"\\in(?![A-Za-z])|∈", "="),  # x \in [1, 2] reads like x = [1, 2]
     (r"^(.*)(?:\\pm(?![A-Za-z])|±)(.*)", r"\1+\2,\1-\2"),
     (r"_\{(\w+)\}", r"_\1"),
@@ -201,44 +190,46 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<=[0-9])\s*(\\text\s*\{\s*)?million\b", r"e6\1"),
     (r"(?<=[0-9])\s*(\\text\s*\{\s*)?billion\b", r"e9\1"),
 )
-TOKEN = re.compile(
-    r"""\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}(?:\s*\^\s*\{?[23]\}?)?  # \text{ cm}^2
-    | (?P<word>(?<!\S)[A-Za-z]{4,}|(?<=[0-9]\ )[a-z]{2,})   # a bare word; other letters are factors
+TOKEN = r"""(?xs) (?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
+    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ackmp]m|m(?=/s)|ft|in|mi|kg|lb|oz|hr)(?:/(?:s|h|min)\b)?)
+      )(?:\s*\^\s*\{?[23]\}?)?                      # \text{cm}^2, cm^2, km/h
+    | (?P<word>(?:(?<=[\[({,=])|\A)\s*[A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z))
+      | (?<!\S)[A-Za-z]{4,})                        # ABC, two lines; in 2ab the letters are factors
     | (?:[0-9]+|[A-Za-z])_(?:[0-9]+|[A-Za-z])       # names: x_1, and 1204_9, a numeral in base nine
     | [0-9]+\ +[0-9]+/[0-9]+ | (?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:e-?[0-9]{1,3})?
-    | \\[A-Za-z]+ | \\. | [<>!]= | \S""",
-    re.VERBOSE | re.DOTALL,
-)
+    | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
     r"""Cut LaTeX into tokens and the first letters of its units. Spacing disappears.
 
-    A comma joins 1,200 but not (1,200), which is a point. A unit is a word behind a number.
-    >>> tokenize(r"x = 1,200 \text{ cm}^2")
-    (['x', '=', '1200'], 'c')
+    A comma joins 1,200 but not (1,200), which is a point. A unit is a word behind a number. Letters
+    alone are one word, so ABC is not CAB.
+    >>> tokenize(r"x = 1,200 \text{ cm}^2"), tokenize("two lines")
+    ((['x', '=', '1200'], 'c'), (['twolines'], ''))
     """
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     tokens, units = [], ""
-    for match in TOKEN.finditer(text.rstrip(" .,;")):
-        words = (match["text"] or match["word"] or "").strip(" .,;")
+    for match in re.finditer(TOKEN, text.rstrip(" .,;")):
+        words = (match["text"] or match["unit"] or match["word"] or "").strip(" .,;")
         after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
         if after_number and re.fullmatch(r"[^\d()]+(\^[23])?", words):
             units += re.sub(r"^(?:square|cubic|sq\.?)\b\s*", "", words)[:1].lower()
         elif match["text"] is not None:  # no unit: it is read like anything else
-            tokens += [part.group() for part in TOKEN.finditer(words)]
+            tokens += tokenize(words)[0]
         else:
-            tokens.append(match.group())
+            tokens.append(re.sub(r"\s", "", words).lower() or match.group())
     return tokens, units
 
 
-NAME = re.compile(r"[A-Za-z](_\w+)?|[0-9]+_\w+|\\(pi|infty|alpha|beta|gamma|theta|lambda|mu|phi)")
+NAME = re.compile(r"[A-Za-z]+(_\w+)?|[0-9]+_\w+|\\(pi|infty|alpha|beta|gamma|theta|lambda|mu|phi)")
 CONSTANTS = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-BRACKETS = {"(": ") ]", "[": ") ]", "{": "}", r"\{": r"\}", r"\begin": r"\end"}
+OPENING = ("(", "[", "{", r"\{", r"\begin")
+KINDS = {kind: kind for kind in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
 PRECEDENCE = {";": 1, ",": 2, "=": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3, r"\cup": 4}
 PRECEDENCE |= {"+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
-SIGN, OPERAND = 7, 9  # how tightly a sign in front binds; no operator binds as an operand does
+FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
 
 
 def parse(tokens):
@@ -247,10 +238,10 @@ def parse(tokens):
     >>> parse(["2", "x", "-", "y"])
     ('+', ('*', Fraction(2, 1), 'x'), ('-', 'y'))
     """
-    parser = Parser([*tokens, ""])  # "" is the end
-    tree = parser.expression()
-    if parser.tokens != [""]:
-        raise ValueError(f"cannot read {parser.tokens}")
+    tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
+    tree = expression(tokens)
+    if tokens != [""]:
+        raise ValueError(f"cannot read {tokens}")
     return ("{}", *tree[1:]) if head(tree) == "," else tree
 
 
@@ -259,68 +250,43 @@ def head(tree):
     return tree[0] if isinstance(tree, tuple) else tree
 
 
-class Parser:
-    """Precedence climbing: the right side of an operator takes in all that binds more tightly."""
+def expression(tokens, level=1):
+    """Read operators of precedence `level` or more; on the right of one stands what binds more."""
+    tree = operand(tokens)
+    while True:
+        token = tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
+        starts_factor = token in ("(", "[", "{", r"\frac", *FUNCTIONS) or NAME.fullmatch(token)
+        precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
+        if precedence < level or (level == FACTOR and token in FUNCTIONS):
+            return tree
+        operation = "*" if starts_factor else tokens.pop(0)
+        tree = join(tree, operation, expression(tokens, precedence + 1))
 
-    def __init__(self, tokens):
-        self.tokens, self.depth = tokens, 0
 
-    def expression(self, level=1):
-        """Read operators of precedence `level` or more. All that nests is counted here."""
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        tree = (level <= PRECEDENCE["="] and self.word()) or self.operand()
-        while True:
-            token = self.tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
-            starts_factor = token in ("(", "[", "{", r"\frac", r"\sqrt") or NAME.fullmatch(token)
-            operation = "*" if starts_factor else token
-            precedence = PRECEDENCE.get(operation, 0)
-            if precedence < level:
-                break
-            if not starts_factor:
-                self.tokens.pop(0)
-            tree = join(tree, operation, self.expression(precedence + 1))
-        self.depth -= 1
-        return tree
-
-    def word(self):
-        """Read letters alone as a word, not as a product: ABC is not CAB."""
-        letters = list(takewhile(str.isalpha, self.tokens))
-        word = "".join(letters).lower()
-        if len(word) > 1 and self.tokens[len(letters)] in ("", ",", "="):
-            del self.tokens[: len(letters)]
-            return word
-
-    def operand(self):
-        token = self.tokens.pop(0)
-        if token in ("+", "-"):
-            tree = self.expression(SIGN)
-            return ("-", tree) if token == "-" else tree
-        if token in BRACKETS:
-            return self.bracket(token)
-        if token == r"\frac":
-            return ("/", self.expression(OPERAND), self.expression(OPERAND))
-        if token == r"\sqrt":
-            degree = self.expression(OPERAND) if self.tokens[0] == "[" else Fraction(2)
-            return (r"\sqrt", self.expression(OPERAND), degree)
-        if NAME.fullmatch(token):
-            return token
-        if not re.match("[0-9.]", token):
-            raise ValueError(f"not an expression: {token!r}")
-        whole, *part = map(Fraction, re.split("[ /]+", token))
-        if part and not part[0] < part[1] == Fraction(*part).denominator:
-            raise ValueError("not a mixed number in lowest terms")
-        return whole + Fraction(*part) if part else whole
-
-    def bracket(self, opening):
-        tree, closing = self.expression(), self.tokens.pop(0)
-        if closing not in BRACKETS[opening].split():
-            raise ValueError(f"{opening} is not closed")
-        kind = "{}" if opening == r"\{" else opening + closing
+def operand(tokens):
+    """Read a number, a name, a bracket, or a function or sign and what it is applied to."""
+    token = tokens.pop(0)
+    if token in ("+", "-"):
+        tree = expression(tokens, SIGN)
+        return ("-", tree) if token == "-" else tree
+    if token in OPENING:
+        tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
         if head(tree) == ",":
             return (kind, *tree[1:])
         return tree if kind in ("()", "[]", "{}") else (kind, tree)  # (5), {5} are 5
+    if token == r"\frac":
+        return ("/", expression(tokens, OPERAND), expression(tokens, OPERAND))
+    if token == r"\sqrt":
+        degree = expression(tokens, OPERAND) if tokens[0] == "[" else Fraction(2)
+        return (r"\sqrt", expression(tokens, OPERAND), degree)
+    if token in FUNCTIONS:  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
+        return (token, expression(tokens, OPERAND if tokens[0] in OPENING else FACTOR))
+    if NAME.fullmatch(token):
+        return token
+    whole, *part = map(Fraction, re.split("[ /]+", token))  # 2, or the mixed number 2 1/3
+    if not token.isascii() or (part and not part[0] < part[1] == Fraction(*part).denominator):
+        raise ValueError(f"not a number in lowest terms: {token!r}")
+    return whole + Fraction(*part) if part else whole
 
 
 def join(left, operation, right):
@@ -358,67 +324,42 @@ def same_answer(answer, truth):
 def same_value(answer, truth):
     """Tell whether an expression has the value of another, and its form.
 
-    Both must have the same variables, which get fixed values, once positive and once negative.
-    Fractions are compared exactly, other numbers to nine digits. A number must be finished. With
-    variables a sum must have as many terms: where the factors are asked for, x^2 - 1 is not
-    (x - 1)(x + 1), nor the other way round.
+    Variables get fixed values, once positive and once negative. Fractions are compared exactly,
+    other numbers to nine digits. A number must be finished. With variables a sum must have as many
+    terms: where the factors are asked for, x^2 - 1 is not (x - 1)(x + 1), nor the other way round.
     """
-    names = variables(truth)
-    if variables(answer) != names:
-        return False
-    for sign in (1, -1):
-        values = evaluate(answer, sign), evaluate(truth, sign)
+    rounds = [(evaluate(answer, sign), evaluate(truth, sign)) for sign in (1, -1)]
+    for values in rounds:
         exact = all(isinstance(value, Fraction) for value in values)
         if not (values[0] == values[1] if exact else cmath.isclose(*values)):
             return False
-    if names:
-        return count_terms(answer) == count_terms(truth)
+    if rounds[0] != rounds[1]:  # there are variables
+        terms = [len(tree) if head(tree) == "+" else 2 for tree in (answer, truth)]
+        return terms[0] == terms[1]
     return answer == truth or is_finished(answer)
 
 
-def count_terms(tree):
-    return len(tree) - 1 if head(tree) == "+" else 1
-
-
-def variables(tree):
-    if isinstance(tree, tuple):
-        return set().union(*map(variables, tree[1:]))
-    return {tree} if isinstance(tree, str) and tree not in CONSTANTS else set()
-
-
 def evaluate(tree, sign=1):
-    """Return the number that a tree stands for; a variable is a fixed fraction times `sign`."""
+    """Return the number that a tree stands for; a variable is a fixed fraction of that sign."""
     if isinstance(tree, Fraction):
         return tree
     if isinstance(tree, str):
-        code = zlib.crc32(tree.encode("utf-8", "replace"))
-        return CONSTANTS.get(tree) or sign * Fraction(5000 + code % 10007, 10007)
-    values = [evaluate(part, sign) for part in tree[1:]]
-    if sum(map(bits, values)) > MAX_BITS:
-        raise ValueError("too large")
-    return OPERATIONS[tree[0]](*values)
-
-
-def bits(value):
-    """Return the size of a Fraction; floats have no size to limit."""
-    is_exact = isinstance(value, Fraction)
-    return value.numerator.bit_length() + value.denominator.bit_length() if is_exact else 0
+        some = random.Random(f"{sign} {tree}").randrange(5000, 15000)
+        return CONSTANTS.get(tree) or sign * Fraction(some, 10007)
+    return OPERATIONS[tree[0]](*(evaluate(part, sign) for part in tree[1:]))
 
 
 def power(base, exponent):
-    if isinstance(exponent, Fraction) and bits(base) * abs(exponent) > MAX_BITS:
+    if isinstance(exponent, Fraction) and len(str(base)) * abs(exponent) > MAX_DIGITS:
         raise ValueError("too large")
     return base**exponent
 
 
-OPERATIONS = {
-    "+": lambda *terms: sum(terms),
-    "-": operator.neg,
-    "*": lambda *factors: math.prod(factors),
-    "/": operator.truediv,
-    "^": power,
-    r"\sqrt": lambda value, degree: power(value, 1 / degree),
-}
+FUNCTIONS = {f"\\{name}": getattr(cmath, name) for name in ("sin", "cos", "tan", "exp")}
+FUNCTIONS |= {r"\ln": cmath.log, r"\log": cmath.log10}
+FUNCTIONS[r"\sqrt"] = lambda value, degree: power(value, 1 / degree)
+OPERATIONS = {"+": lambda *terms: sum(terms), "*": lambda *factors: math.prod(factors)}
+OPERATIONS |= {"-": lambda x: -x, "/": lambda x, y: x / y, "^": power, **FUNCTIONS}
 
 
 def is_rational(value):
@@ -430,14 +371,7 @@ def is_rational(value):
 
 
 def is_finished(tree):
-    r"""Tell whether a number is an answer: no operation is left that could be carried out. So
-
-    1. no operation has a rational result, as 6 + 5, 2^{10} and \sqrt{16} have, and no power or root
-       a multiple of i; but a fraction in lowest terms is an answer;
-    2. no term is a multiple of another, as in 2\sqrt3 + \sqrt3;
-    3. no two factors are of one kind, as in \sqrt2\sqrt3;
-    4. no operation is applied to a sum or to itself, as in 2(1 + \sqrt2), (2 + i)^2 and -(-5); but
-       a sum may be a numerator or stand under a root.
+    """Tell whether a number is an answer: no operation is left that could be carried out.
 
     A mixed number and a number times a power of ten are numerals, not operations.
     """
@@ -446,27 +380,25 @@ def is_finished(tree):
     operation, *parts = tree
     values = [evaluate(part) for part in parts]
     value = OPERATIONS[operation](*values)
-    inner = parts[1:] if operation == "/" else parts
-    if operation != r"\sqrt" and any(head(part) in ("+", operation) for part in inner):
-        return False
+    inner = parts[1:] if operation == "/" else parts  # a numerator may be a sum
+    if operation not in FUNCTIONS and any(head(part) in ("+", operation) for part in inner):
+        return False  # 2(1 + \sqrt2), (2 + i)^2, -(-5)
     if operation == "-":
         done = True
-    elif is_rational(value):
+    elif is_rational(value):  # 6 + 5, 2^{10}, \sqrt{16}, \ln e; but 3/4 is done, and 6/8 is not
         exact = isinstance(value, Fraction)
-        done = exact and operation == "/" and values[1] == value.denominator > 1
-    elif operation == "+":
-        done = not any(is_rational(a / b) for a, b in combinations(values, 2))
-    elif operation == "*":
+        done = exact and operation == "/" and abs(values[1]) == value.denominator > 1
+    elif operation == "+":  # 2\sqrt3 + \sqrt3
+        done = not any(is_rational(a / b) for a, b in itertools.combinations(values, 2))
+    elif operation == "*":  # \sqrt2\sqrt3: two factors of one kind
         kinds = {"rational" if is_rational(v) else head(part) for v, part in zip(values, parts)}
         done = len(kinds) == len(parts)
-    else:
+    else:  # a power or root: \sqrt{-4} is 2i
         done = operation == "/" or not is_rational(1j * value)
     return done and all(map(is_finished, parts))
 
 
-# ==================================================================================================
-# The two tasks: what is asked, and what a response earns
-# ==================================================================================================
+# ------------------------------------------ The two tasks: what is asked, and what a response earns
 
 KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then \
 answer it. Write your reasoning between <think> and </think>, and after it your final answer \
@@ -504,20 +436,20 @@ TASKS = {
 def question_and_solution(row):
     """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
     if "quiz" in row:  # K-and-K/knights-and-knaves
-        return row["quiz"], row["solution_text_format"]
-    if "problem" in row:  # DeepScaleR, MATH-500, MATH
-        return row["problem"], row["answer"] if "answer" in row else extract_boxed(row["solution"])
+        return row["quiz"], row.get("solution_text_format")
+    if "problem" in row and "answer" in row:  # DeepScaleR, MATH-500
+        return row["problem"], row["answer"]
+    if "problem" in row:  # MATH
+        return row["problem"], extract_boxed(row.get("solution") or "")
     if "question" in row:  # GSM8K
-        return row["question"], str(row["answer"]).split("####")[-1].strip()
+        return row["question"], str(row.get("answer", "")).split("####")[-1].strip()
     if "reward_model" in row:  # verl: the prompt is chat messages
         truth = row["reward_model"]["ground_truth"]
         return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
-    return row["prompt"], row["solution"]  # TRL: the prompt is chat messages, or text
+    return row.get("prompt"), row.get("solution")  # TRL: the prompt is chat messages, or text
 
 
-# ==================================================================================================
-# From a data file to rows, from a row to a prompt, from a response to its reward
-# ==================================================================================================
+# ------------------ From a data file to rows, from a row to a prompt, from a response to its reward
 
 
 class UserError(Exception):
@@ -547,46 +479,71 @@ def told_in_a_sentence():
 
 
 def load_data(args, tokenizer):
-    """Training and evaluation rows; no training question holds, or is held by, an evaluation's."""
+    """Training and evaluation rows; no training question holds, or is held by, an evaluation's.
+
+    With --eval-only nothing is loaded to train on. Of each difficulty --eval-size rows are
+    evaluated; those beyond are not trained on either.
+    """
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
-    training = load_rows(args.data or files / f"{args.task}_train.jsonl", args, tokenizer)
-    evaluation = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-    held_out = [row["question"] for row in evaluation]
-    new = []
-    for row in training:
-        if not any(text in row["question"] or row["question"] in text for text in held_out):
-            new.append(row)
-    chosen, counts = [], Counter()
-    for row in sorted(evaluation, key=lambda row: (len(row["difficulty"]), row["difficulty"])):
-        counts[row["difficulty"]] += 1
-        if counts[row["difficulty"]] <= (args.eval_size or math.inf):
-            chosen.append(row)
-    dropped = f"{len(training) - len(new)} dropped that are also for evaluation"
-    print(f"{len(new)} training prompts ({dropped}), {len(chosen)} evaluation prompts")
-    if not chosen or not (new or args.eval_only):
-        raise UserError("no prompts are left: see --task, --data, --eval-data, --people")
-    return new, chosen
+    held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
+    source = args.data or files / f"{args.task}_train.jsonl"
+    training = [] if args.eval_only else load_rows(source, args, tokenizer, held_out)
+    chosen = []
+    for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
+        chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
+    print(f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts")
+    return training, chosen
 
 
-def load_rows(source, args, tokenizer):
-    """The rows of a data file or hub data set that fit the settings, with their prompt texts."""
-    table, rows = read_table(str(source)), []
-    while True:
-        with user_errors(f"cannot read row {len(rows) + 1} of {source}"):
-            columns = next(table, None)
-            if columns is None:
-                break
-            rows.append(make_row(columns, args.task, tokenizer))
-    if args.task == "kk":
-        rows = [row for row in rows if int(row["difficulty"]) in args.people]
-    ids = tokenizer([row["prompt"] for row in rows] or [""], add_special_tokens=False)["input_ids"]
-    short = [row for row, ids in zip(rows, ids) if len(ids) <= args.max_prompt_length]
-    if len(short) < len(rows):
-        limit = f"--max-prompt-length {args.max_prompt_length}"
-        print(f"{source}: dropped {len(rows) - len(short)} prompts longer than {limit}")
-    return short
+def load_rows(source, args, tokenizer, held_out=()):
+    """The rows of a data file or hub data set that can be used. One line tells of the others:
+
+    train.jsonl: 9 rows, 2 left out: 2 longer than --max-prompt-length 400 (row 4, 7)
+    """
+    with user_errors(f"cannot read {source}"):
+        table = read_table(str(source))
+        names = dict.fromkeys(itertools.chain(*table))
+    rows, left_out = [], {}  # reason → the numbers of its rows
+    for number, columns in enumerate(table, 1):
+        with user_errors(f"cannot read row {number} of {source}"):
+            row = make_row(columns, args.task, tokenizer)
+        row["columns"] = {name: columns.get(name) for name in names}  # every row has all of them
+        if reason := why_left_out(row, args, tokenizer, held_out):
+            left_out.setdefault(reason, []).append(number)
+        else:
+            rows.append(row)
+    reasons = [f"{len(them)} {why} (row {str(them[:9])[1:-1]})" for why, them in left_out.items()]
+    told = f"{len(table)} rows, {len(table) - len(rows)} left out: {', '.join(reasons)}"
+    if not rows:
+        raise UserError(f"no prompts are left of {source}, see --task: {told}")
+    if left_out:
+        print(f"{Path(source).name}: {told}")
+    return rows
+
+
+def why_left_out(row, args, tokenizer, held_out):
+    """The reason why a row cannot be used, or None. No row of `held_out` is trained on."""
+    task, question, solution = TASKS[args.task], row["question"], row["solution"]
+    if not question or not solution.strip():
+        return "without a prompt or a solution"
+    if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
+        return "with half a character (a lone surrogate)"
+    # A solution, as the answer in the form of either task, must earn the full reward.
+    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
+    readable = args.reward
+    with suppress(ValueError):
+        readable = readable or task.reward([response], [solution]) == [task.solved]
+    if not readable:
+        return "whose solution the reward cannot read"
+    if args.task == "kk" and int(row["difficulty"]) not in args.people:
+        return f"not of --people {' '.join(map(str, args.people))}"
+    ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+    if len(ids) > args.max_prompt_length:
+        return f"longer than --max-prompt-length {args.max_prompt_length}"
+    if any(old["question"] in question or question in old["question"] for old in held_out):
+        return "also in the evaluation data"
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -603,41 +560,34 @@ def prompt_stream(rows, size, seed, skip=0):
 def read_table(source):
     """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split."""
     kind = Path(source).suffix
-    if kind == ".json":
-        yield from json.loads(Path(source).read_text(encoding="utf-8"))
-    elif kind == ".jsonl":
-        yield from map(json.loads, Path(source).read_text(encoding="utf-8").strip().split("\n"))
-    elif kind == ".csv":
+    if kind in (".json", ".jsonl"):
+        text = Path(source).read_text(encoding="utf-8").strip()
+        return json.loads(text if kind == ".json" else f"[{text}]".replace("\n", ",\n"))
+    if kind == ".csv":
         with open(source, newline="", encoding="utf-8") as stream:
-            yield from csv.DictReader(stream)
-    else:
-        import datasets  # here, because it takes a second to import
+            return list(csv.DictReader(stream))
+    import datasets  # here, because it takes a second to import
 
-        if kind == ".parquet":
-            yield from datasets.Dataset.from_parquet(source)
-        else:
-            name, configuration, split = (source.split(":") + ["", ""])[:3]
-            yield from datasets.load_dataset(name, configuration or None, split=split or "train")
+    if kind == ".parquet":
+        return datasets.Dataset.from_parquet(source).to_list()
+    name, configuration, split = (source.split(":") + ["", ""])[:3]
+    return list(datasets.load_dataset(name, configuration or None, split=split or "train"))
 
 
 def make_row(columns, task, tokenizer):
     """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
     question, solution = question_and_solution(columns)
-    if not question or solution in (None, ""):
-        raise ValueError("its prompt or its solution is empty")
-    if question == columns.get("prompt"):  # the row brings a whole prompt
-        prompt = render_prompt(tokenizer, question)
-    else:
-        prompt = render_prompt(tokenizer, TASKS[task].messages(question), TASKS[task].opening)
+    question, solution = question or "", "" if solution is None else str(solution)
+    is_prompt = question == columns.get("prompt")  # the row brings a whole one
+    prompt = (question, "") if is_prompt else (TASKS[task].messages(question), TASKS[task].opening)
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
-    people = len(str(solution).strip().splitlines())
+    people = len(read_roles(solution) or ())
     return {
         "question": " ".join(question.split()).casefold(),
-        "prompt": prompt,
-        "solution": str(solution),
+        "prompt": render_prompt(tokenizer, *prompt),
+        "solution": solution,
         "difficulty": str(people if task == "kk" else columns.get("level", "all")),
-        "columns": columns,
     }
 
 
@@ -652,13 +602,11 @@ def render_prompt(tokenizer, messages, opening=""):
         text = "\n\n".join(message["content"] for message in messages)
         rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
         if tokenizer.chat_template and not rendered:
-            try:
-                options = {"tokenize": False, "add_generation_prompt": True}
+            options = {"tokenize": False, "add_generation_prompt": True}
+            with suppress(TemplateError):
                 return tokenizer.apply_chat_template(messages, **options) + opening
-            except TemplateError:  # Gemma's takes no system message: the user's opens with it
-                if len(messages) == 1:
-                    raise
-                return render_prompt(tokenizer, [{"role": "user", "content": text}], opening)
+            messages = [{"role": "user", "content": text}]  # Gemma's takes no system message
+            return tokenizer.apply_chat_template(messages, **options) + opening
         text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
         text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
@@ -672,7 +620,8 @@ def compute_rewards(texts, rows, args):
     and gets every column of the data as a list with one entry for each response.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
-    columns = {name: [row["columns"].get(name) for row in rows] for name in rows[0]["columns"]}
+    names = dict.fromkeys(itertools.chain(*(row["columns"] for row in rows)))
+    columns = {name: [row["columns"].get(name) for row in rows] for name in names}
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {function.__name__} failed"):

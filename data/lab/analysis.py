@@ -3,9 +3,10 @@
     python data/lab/analysis.py            # print the tables
     python data/lab/analysis.py --write    # put them into RESULTS.md
 
-Methods against GRPO: Dunnett's test. By seed, which fixes the puzzles: Student's paired t-test.
-All other pairs: the t-test with a standard deviation pooled over the table. The p-values of the
-last two are corrected by Holm within a table. ± is half of a 95 % interval.
+Methods against GRPO: Dunnett's test. By seed, which fixes the puzzles: Student's paired t-test;
+Welch's test where the puzzles differ. All other pairs: the t-test with a standard deviation pooled
+over the table. The p-values of all but Dunnett's are corrected by Holm within a table. ± is half of
+a 95 % interval.
 """
 
 import itertools
@@ -22,7 +23,8 @@ from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
 FIRST, REAL_MODEL = FOLDER / "first_laboratory.jsonl", FOLDER / "real_model_runs.jsonl"
-PROGRESS, PAGE = FOLDER / "progress.jsonl", FOLDER / "RESULTS.md"
+PROGRESS, SECOND_PASS = FOLDER / "progress.jsonl", FOLDER / "second_pass.jsonl"
+PAGE = FOLDER / "RESULTS.md"
 BEFORE = "before training"
 RATES = ("3e-6", "1e-5", "3e-5")  # learning rates of SmolLM2
 NOT_WORSE = ("low only", "GRPO", 1)  # by no more than the margin of JUDGED
@@ -151,6 +153,40 @@ def by_seed(frame, method, other, outcome):
     return (sides[0] - sides[1]).dropna()
 
 
+def difference(frame, method, other, outcome):
+    """(differences, their mean, half of its 95 % interval, p); None for fewer than two.
+
+    Student's paired t-test by seed. A method of UNPAIRED: Welch's test; its differences are each
+    run minus the mean of the other method's.
+    """
+    values = by_seed(frame, method, other, outcome)
+    if len(values) < 2:
+        return None
+    if method not in UNPAIRED:
+        return values, *interval(values), stats.ttest_1samp(values, 0).pvalue
+    runs, others = (frame[frame.method == name][outcome].dropna() for name in (method, other))
+    test = stats.ttest_ind(runs, others, equal_var=False)
+    bounds, values = test.confidence_interval(), runs - others.mean()
+    return values, values.mean(), (bounds.high - bounds.low) / 2, test.pvalue
+
+
+def over_both(sides):
+    """(mean, half, second minus first, half) of two sets of differences, by one linear model.
+
+    The model has a mean for each set and one standard deviation for both; the first mean is that
+    of all differences together.
+
+    >>> [round(float(x), 3) for x in over_both([pd.Series([0, 2]), pd.Series([1, 3])])]
+    [1.5, 3.042, 1.0, 6.085]
+    """
+    sizes, both = np.array([len(side) for side in sides]), pd.concat(sides)
+    degrees = sizes.sum() - 2
+    deviation = np.sqrt(sum(((side - side.mean()) ** 2).sum() for side in sides) / degrees)
+    half = stats.t.ppf(0.975, degrees) * deviation
+    apart = sides[1].mean() - sides[0].mean()
+    return both.mean(), half / np.sqrt(sizes.sum()), apart, half * np.sqrt((1 / sizes).sum())
+
+
 # ---- Tables
 
 
@@ -259,7 +295,14 @@ def methods_table(frame):
 
 DIFFERENCES = [  # (method, compared with, seeds from)
     *[(method, "GRPO", 0) for method in (*PAPER, TWO, REVERSED, "low only", "high only")],
-    *[("Lopti", TWO, 0), ("Lopti", REVERSED, 0), (TWO, REVERSED, 0)],
+    *[("Lopti", TWO, 0), ("Lopti", REVERSED, 0), (TWO, REVERSED, 0), ("min-p", "GRPO", 0)],
+    ("Lopti, two optimizers", "Lopti", 0),
+    ("Lopti, β₁ = 0", f"{REVERSED}, β₁ = 0", 0),
+    ("Lopti, plain wording", "GRPO, plain wording", 0),
+    *[
+        (f"{REVERSED}, plain wording", f"{name}, plain wording", 0)
+        for name in ("Lopti", TWO, "GRPO")
+    ],
     ("GRPO, learning rate × 2", "GRPO", 0),
     ("Lopti, learning rate × 0.5", "GRPO", 0),
     ("Lopti", "GRPO, learning rate × 2", 0),
@@ -287,14 +330,19 @@ def training_table(frames, pairs):
     return markdown(rows)
 
 
+PLAIN_ENDING = ", plain wording"
+
+
 def pairs_with(ending, *pairs):
     return [(f"{method}{ending}", f"{other}{ending}") for method, other in pairs]
 
 
+# Each of its steps has twice as many puzzles: so a seed does not fix the puzzles of a step.
+UNPAIRED = {"GRPO, twice the prompts"}
 FAMILIES = {  # question → pairs of methods; Holm's correction within each
     "plain wording": [
-        *pairs_with(", plain wording", ("Lopti", TWO), ("Lopti", "GRPO"), (TWO, "GRPO")),
-        *pairs_with(", plain wording", (REVERSED, "Lopti"), (REVERSED, TWO), ("AR", "GRPO")),
+        *pairs_with(PLAIN_ENDING, ("Lopti", TWO), ("Lopti", "GRPO"), (TWO, "GRPO")),
+        *pairs_with(PLAIN_ENDING, (REVERSED, "Lopti"), (REVERSED, TWO), ("AR", "GRPO")),
     ],
     "second step": [
         (method, other) for method in experiments.SECOND_STEP for other in ("GRPO", "Lopti", TWO)
@@ -309,26 +357,166 @@ SAME = 0.02  # "equal within .02": the whole interval lies within ± this
 
 
 def family(frame, pairs):
-    """pair → (differences by seed, mean, half of its interval, p by Holm over the pairs)."""
-    found = {pair: by_seed(frame, *pair, WHOLE) for pair in pairs}
-    found = {pair: values for pair, values in found.items() if len(values) > 1}
-    p_values = holm([stats.ttest_1samp(values, 0).pvalue for values in found.values()])
-    return {
-        pair: (values, *interval(values), p) for (pair, values), p in zip(found.items(), p_values)
-    }
+    """pair → (differences, mean, half of its interval, p by Holm over the pairs)."""
+    found = {pair: difference(frame, *pair, WHOLE) for pair in pairs}
+    found = {pair: one for pair, one in found.items() if one}
+    p_values = holm([one[-1] for one in found.values()])
+    return {pair: (*one[:-1], p) for (pair, one), p in zip(found.items(), p_values)}
 
 
 def family_table(frame, pairs):
-    """Accuracy in training over steps 2 to 24 by seed, with Holm's correction over the pairs."""
-    rows = [("difference", "seeds", "accuracy in training", "p (Holm)", "", "evaluated at the end")]
+    """Accuracy in training over steps 2 to 24, with Holm's correction over the pairs."""
+    rows = [("difference", "runs", "accuracy in training", "p (Holm)", "", "evaluated at the end")]
+    runs = Counter(frame.method)
     for pair, (values, mean, half, p) in family(frame, pairs).items():
         text = "open" if p >= 0.05 else "more" if mean > 0 else "less"
         text += ", equal within .02" if abs(mean) + half < SAME else ""
-        end = interval(by_seed(frame, *pair, "evaluated at the end"))
-        cells = [f"{one:+.3f} ± {width:.3f}" for one, width in ((mean, half), end)]
-        name = " − ".join(pair).replace(", plain wording", "")
-        rows.append((name, f"{len(values)}", cells[0], f"{p:.3f}", text, cells[1]))
+        end = difference(frame, *pair, "evaluated at the end")
+        cells = [(mean, half), *([end[1:3]] if end else [])]
+        cells = [f"{one:+.3f} ± {width:.3f}" for one, width in cells] + [""]
+        name = " − ".join(pair).replace(PLAIN_ENDING, "")
+        count = f"{runs[pair[0]]} and {runs[pair[1]]}" if pair[0] in UNPAIRED else f"{len(values)}"
+        rows.append((name, count, cells[0], f"{p:.3f}", text, cells[1]))
     return markdown(rows)
+
+
+BOTH_WORDINGS = [("Lopti", TWO), ("Lopti", "GRPO"), (TWO, "GRPO"), (REVERSED, "Lopti")]
+BOTH_WORDINGS += [(REVERSED, TWO), (REVERSED, "GRPO")]
+
+
+def both_wordings_table(frame, pairs):
+    """Differences by seed with varied and with plain wording, and both in one linear model."""
+    head = ("difference", "varied", "plain", "plain minus varied", "both")
+    rows = [(*head, "both, evaluated at the end")]
+    for pair in pairs:
+        sides, ends = (
+            [by_seed(frame, *pairs_with(ending, pair)[0], outcome) for ending in ("", PLAIN_ENDING)]
+            for outcome in (WHOLE, "evaluated at the end")
+        )
+        mean, half, apart, width = over_both(sides)
+        texts = [f"{one:+.3f} ± {h:.3f}" for one, h in (*map(interval, sides), (apart, width))]
+        texts += [f"{mean:+.3f} ± {half:.3f}", "{:+.3f} ± {:.3f}".format(*over_both(ends)[:2])]
+        rows.append((" − ".join(pair), *texts))
+    return markdown(rows)
+
+
+def second_pass_table(lines):
+    """What Lopti's second pass does to the likely tokens: (change of log π, share) by group."""
+    rows = [("tokens with π ≥ ½, after the first pass", "plain gradient descent", "AdamW")]
+    for group in lines[0]["AdamW"] if lines else ():
+        cells = []
+        for way in ("SGD", "AdamW"):
+            moves, shares = (interval([line[way][group][i] for line in lines]) for i in (0, 1))
+            share = " ± ".join(f"{100 * x:.0f}" for x in shares)
+            cells.append("{:+.4f} ± {:.4f}; ".format(*moves) + f"{share} %")
+        rows.append((group, *cells))
+    return markdown(rows)
+
+
+KL_RANGE = (0.006, 0.05)  # where accuracy is compared at equal KL
+WINDOW = 5  # steps that are averaged for it
+
+
+def accuracy_by_kl(metrics, kl="kl"):
+    """A run's KL to the starting policy, never falling, and its accuracy: running means (N,), (N,).
+
+    `kl` is the column: "kl" is the mean over an update, "rollout/kl" is at sampling.
+    """
+    mean = np.ones(WINDOW) / WINDOW
+    by_step = [np.convolve(metrics[name], mean, "valid") for name in (kl, "accuracy")]
+    return np.maximum.accumulate(by_step[0]), by_step[1]
+
+
+def at_equal_kl(metrics, others, kl="kl"):
+    """Accuracy minus another run's at the same KL, the mean over the KL that both pass through.
+
+    Within KL_RANGE, linear between steps; NaN where the two have no KL in common.
+
+    >>> kl = np.linspace(0.0, 0.06, 9)
+    >>> float(at_equal_kl({"kl": kl, "accuracy": kl + 0.1}, {"kl": kl, "accuracy": kl}))
+    0.1
+    """
+    curves = [accuracy_by_kl(one, kl) for one in (metrics, others)]
+    low = max(KL_RANGE[0], *(curve[0][0] for curve in curves))
+    high = min(KL_RANGE[1], *(curve[0][-1] for curve in curves))
+    at = np.linspace(low, high, 101)
+    difference = np.interp(at, *curves[0]) - np.interp(at, *curves[1])
+    return round(difference.mean(), 12) if low < high else np.nan
+
+
+def metrics_by_seed(lines, method):
+    """seed → what was measured in each step."""
+    return {line["seed"]: line["metrics"] for line in lines if shown(line["method"]) == method}
+
+
+def two_views(lines, pairs, kl="kl"):
+    """pair → view → the differences by seed: accuracy over steps 2 to 24, and at equal KL."""
+    found = {}
+    for method, other in pairs:
+        runs, others = (metrics_by_seed(lines, name) for name in (method, other))
+        seeds = sorted(runs.keys() & others.keys())
+        if len(seeds) > 1:
+            both = [(runs[seed], others[seed]) for seed in seeds]
+            by_step = [np.mean(a["accuracy"][1:]) - np.mean(b["accuracy"][1:]) for a, b in both]
+            equal_kl = [at_equal_kl(*pair, kl) for pair in both]
+            found[method, other] = {"by step": by_step, "at equal KL": equal_kl}
+    return found
+
+
+def two_views_table(lines, pairs, kl="kl"):
+    """Each difference by step and at equal KL; Holm's correction over the pairs of each view."""
+    found = two_views(lines, pairs, kl)
+    rows = [
+        ("difference", "seeds", "by step", "p (Holm)", "at equal KL", "p (Holm)", "KL at the end")
+    ]
+    corrected = {
+        view: holm([t_test(views[view]) for views in found.values()])
+        for view in ("by step", "at equal KL")
+    }
+    for number, (pair, views) in enumerate(found.items()):
+        row = [" − ".join(pair), f"{len(views['by step'])}"]
+        for view, values in views.items():
+            mean, half = interval(values)
+            won = f"({(np.array(values) > 0).sum()} of {np.isfinite(values).sum()})"
+            row += [f"{mean:+.3f} ± {half:.3f} {won}", f"{corrected[view][number]:.3f}"]
+        runs = [metrics_by_seed(lines, name) for name in pair]
+        ends = [
+            np.mean([one[seed][kl][-1] for seed in runs[0].keys() & runs[1].keys()]) for one in runs
+        ]
+        rows.append((*row, " and ".join(f"{end:.3f}" for end in ends)))
+    return markdown(rows)
+
+
+def t_test(values):
+    """p of Student's t-test against 0, NaNs left out; 1 where it cannot be computed."""
+    p = stats.ttest_1samp([value for value in values if np.isfinite(value)], 0).pvalue
+    return p if np.isfinite(p) else 1.0
+
+
+LOPTI_TWO = "Lopti, two optimizers"
+BIAS_PAIRS = [
+    (f"{name}, without bias", other)
+    for name in (
+        "AR α = 1",
+        "AR α = 0.6",
+        "AR",
+        "high only",
+        LOPTI_TWO,
+        REVERSED,
+        "Lopti",
+        "low only",
+    )
+    for other in (name, "GRPO")
+]
+BIAS_PAIRS.append((f"{REVERSED}, without bias", "Lopti, without bias"))
+NEW = "{}, new seeds".format
+NEW_PAIRS = [(NEW(name), NEW("GRPO")) for name in ("Lopti", TWO, "GRPO, learning rate × √2")]
+NEW_PAIRS += [(NEW("Lopti"), NEW(name)) for name in ("GRPO, learning rate × √2", TWO)]
+ON_RECORD = [
+    (f"{name}{ending}", f"GRPO{ending}")
+    for ending in ("", ", plain wording")
+    for name in ("AR", "Lopti", TWO, REVERSED, *experiments.SECOND_STEP, "80/20")
+]
 
 
 def long_frame(lines):
@@ -409,6 +597,11 @@ def tables(lines):
     screen = experiments.read_lines(PROGRESS)
     return {
         **{question: family_table(frame, pairs) for question, pairs in FAMILIES.items()},
+        "equal KL, on record": two_views_table(lines, ON_RECORD),
+        "equal KL, new seeds": two_views_table(lines, NEW_PAIRS, "rollout/kl"),
+        "without bias": two_views_table(lines, BIAS_PAIRS),
+        "both wordings": both_wordings_table(frame, BOTH_WORDINGS),
+        "second pass": second_pass_table(experiments.read_lines(SECOND_PASS)),
         "long": long_table(lines),
         "progress, gradient": progress_table(screen, "gradient"),
         "progress, AdamW": progress_table(screen, "AdamW"),

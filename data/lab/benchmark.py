@@ -49,7 +49,7 @@ def main():
     parser.add_argument("--shape", choices=SHAPES)
     own, flags = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
-        flags = [*flags, "--quiet", "--save-every", "0", "--learning-rate", "1e-9"]
+        flags = [*flags, "--save-every", "0", "--learning-rate", "1e-9"]
         flags += ["--output", folder]
         methods = {
             "GRPO": lopti.parse_arguments([*flags, "--name", "GRPO"]),
@@ -60,7 +60,7 @@ def main():
         if args.dtype == "auto":  # as lopti.py chooses
             fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
             args.dtype = methods["Lopti"].dtype = "bfloat16" if fast else "float32"
-        policy, tokenizer = lopti.load_model(args.model, device, args.trust_remote_code)
+        policy, tokenizer = lopti.load_model(args.model, device)
         rows, _ = lopti.load_data(args, tokenizer)
         if own.shape:
             policy = random_model(own.shape, policy)

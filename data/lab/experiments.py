@@ -35,8 +35,8 @@ BASE = {
     **PAPER,
     TWO: "--passes 2",  # as many optimizer steps as Lopti
     REVERSED: "--eta 0.5 --order high-low",
-    "high only": "--eta 0.5 --update-only high",  # only tokens with π ≥ η
-    "low only": "--eta 0.5 --update-only low",
+    "high only": "--eta 0.5 --order high",  # only tokens with π ≥ η
+    "low only": "--eta 0.5 --order low",
     **{f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.6, 1)},
     **{f"Lopti η = {eta}": f"--eta {eta}" for eta in (0.2, 0.8)},
     "min-p": "--min-p 2.3e-6",
@@ -61,7 +61,7 @@ CELLS = {  # the limits truncate 23 % of the first responses
 }
 AGAIN = also("seeds 5 to 9", "", "Lopti", TWO, REVERSED)  # new seeds for claims 35, 36 and 38
 UNTRAINED = {
-    f"untrained, T = {temperature}": f"--steps 0 --eval-temperature {temperature}"
+    f"untrained, T = {temperature}": f"--steps 0 --set eval_temperature={temperature}"
     for temperature in (0.2, 0.4, 0.6, 0.8)
 }
 FIRST = {
@@ -146,7 +146,7 @@ QUESTIONS = {  # a queue for each core: (method, seed), in order of importance
     "equal KL": runs_of(range(20, 30), *EQUAL_KL),
 }
 
-SETTINGS = "--eval-every 6 --eval-samples 2 --quiet"
+SETTINGS = "--eval-every 6 --eval-samples 2"
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
 HELD_OUT_LONG = "--people 3 4 5 --train 0 --test 40 --seed 20261123"
 
@@ -160,7 +160,7 @@ def command_of(method, seed, args):
     command = ["python", "data/lab/variants.py"]
     if (folder / "checkpoints").exists():
         variant = flags.split()[-2:] if "--variant" in flags else []
-        return folder, [*command, *variant, "--resume", str(folder), "--quiet"]
+        return folder, [*command, *variant, "--resume", str(folder)]
     flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} {flags}"
     flags += f" --seed {seed} --output {args.work} --name {name}"
     return folder, [*command, *shlex.split(flags)]
@@ -202,7 +202,7 @@ def result_line(method, seed, folder):
     """A finished run in one line: its settings, every step's metrics and every evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = (Path(config["model"]) / "model.safetensors").read_bytes()
-    for name in ("name", "output", "resume", "quiet"):
+    for name in ("name", "output", "resume"):
         del config[name]
     config |= {name: Path(config[name]).name for name in ("model", "eval_data")}
     evaluations = [{"step": row["step"]} for row in read_lines(folder / "evaluations.jsonl")]
@@ -232,7 +232,7 @@ def run(folder, command, line_of, results):
     """Run a command as a process of its own and append `line_of(folder)` to the results."""
     if "--resume" not in command:
         shutil.rmtree(folder, ignore_errors=True)  # stopped before there was anything to go on from
-    log = folder.with_suffix(".log")
+    log = folder.with_name(f"{folder.name}.log")
     with log.open("w") as stream:
         settings = {"stdout": stream, "stderr": stream, "cwd": ROOT}
         settings["env"] = {"OMP_NUM_THREADS": "1", **os.environ}

@@ -22,6 +22,16 @@ import lopti
 ALPHA, ETA, VOCABULARY = 0.3, 0.5, 200
 
 
+def pull(now, old):
+    """r·‖∇ log π‖ of a token that went from π = old to now, in the middle between the bounds.
+
+    Â = 1 and no clip: r = now/old is the weight that Eq. 1 gives to its gradient.
+    """
+    return (
+        now / old * float(torch.stack(logit_gradient_bounds(torch.tensor(now), VOCABULARY)).mean())
+    )
+
+
 def draw_idea():
     """The gradient at the logits of a token with |Â| = 1: GRPO, AR, and Lopti's second pass."""
     figure, axes = plt.subplots(1, 3, figsize=(15, 5), sharey=True)
@@ -47,16 +57,16 @@ def draw_idea():
     axes[0].legend(["what Prop. 4.2 allows", "the middle"], loc="upper right")
     axes[1].plot(pi, bounds.mean(0), "--", color=COLORS["GRPO"], linewidth=1.5, label="GRPO")
     axes[1].legend(*[items[-1:] for items in axes[1].get_legend_handles_labels()])
-    axes[2].text(0.2, 1.2, "first pass", color=COLORS["low"])
-    middle = lambda value: float(
-        torch.stack(logit_gradient_bounds(torch.tensor(value), 200)).mean()
-    )
-    start, pushed = (0.85, middle(0.85)), (0.62, middle(0.62))
-    axes[2].plot(*start, "o", *pushed, "o", color=COLORS["high"], markersize=11)
+    axes[2].text(0.07, 0.6, "first pass", color=COLORS["low"])
+    start, fell, rose = ((now, pull(now, 0.85)) for now in (0.85, 0.62, 0.95))
+    axes[2].plot(*zip(start, fell, rose), "o", color=COLORS["high"], markersize=11)
     arrow = {"arrowstyle": "->", "linewidth": 2, "connectionstyle": "arc3,rad=0.35"}
-    axes[2].annotate("", pushed, start, arrowprops=arrow)
-    text = "a likely token that the first\npass pushed down: its gradient\nin the second is larger"
-    axes[2].text(0.99, 0.85, text, color=COLORS["high"], ha="right", fontsize=13)
+    for end in (fell, rose):
+        axes[2].annotate("", end, start, arrowprops=arrow)
+    text = "second pass: a likely token that\nthe first moved wrong pulls with\n"
+    text += f"{fell[1]:.2f}, not {start[1]:.2f}: rewarded, fell\n"
+    text += f"{rose[1]:.2f}, not {start[1]:.2f}: punished, rose"
+    axes[2].text(1, 1.08, text, color=COLORS["high"], ha="right", fontsize=13)
     figure.savefig(RESULTS / "idea.png")
 
 

@@ -109,7 +109,7 @@ def shares(policies):
 @torch.no_grad()
 def cone(policy, rollout):
     """‖∇_z log π‖ of every token of some answers, between the bounds of Prop. 4.2."""
-    logits = lopti.logits_at(policy, rollout.ids, rollout.mask.roll(-1, 1))
+    logits = lopti.token_logits(policy, rollout.ids, rollout.mask, temperature=1.0)
     norms = logit_gradient_norm(logits, rollout.ids[rollout.mask])
     pi = rollout.old_logprobs[rollout.mask].exp()
     grid = torch.linspace(0, 1, 100)

@@ -2,6 +2,7 @@
 
     python data/lab/measures.py "default job"                 # the screen: `progress`, minutes
     python data/lab/measures.py "T = 0.7" --temperature 0.7   # with any flags of lopti.py
+    python data/lab/measures.py second-pass           # what Lopti's second pass corrects, minutes
 
 `figure_1`, `figure_2` and `figure_3` return plain dictionaries of numbers that can be written as
 JSON. The report calls them on the bundled policy, real_model.py on a language model. Words and open
@@ -54,18 +55,17 @@ def changed(settings, **changes):
 def collect(policy, tokenizer, rows, args, seed=0):
     """One rollout batch, made as `lopti.train` makes it: sample, judge, score, advantages.
 
-    Returns the rollout, the rewards (B,), the sampling policy's scores, and each response's row.
+    Returns the rollout, the rewards (B,), the entropies (B, L), and each response's row.
     """
     torch.manual_seed(seed)
     batch = [row for row in rows for _ in range(args.group_size)]
-    options = {"group_size": args.group_size, "temperature": args.temperature}
-    options["max_new_tokens"] = args.max_new_tokens
-    rollout = lopti.sample(policy, tokenizer, [row["prompt"] for row in rows], **options)
+    prompts = [row["prompt"] for row in rows]
+    rollout = lopti.sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args))
-    old = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
+    rollout.old_logprobs, entropies = lopti.score(policy, rollout, args, with_entropy=True)
     advantages = lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
-    rollout.old_logprobs, rollout.advantages = old.logprobs, advantages
-    return rollout, rewards, old, batch
+    rollout.advantages = advantages
+    return rollout, rewards, entropies, batch
 
 
 def reweighted(rollout, alpha):
@@ -100,8 +100,7 @@ def probabilities(model, rollout, args):
             shape, weight = module.weight.shape, module.weight
             settings = {"normalized_shape": shape, "weight": weight, "eps": module.variance_epsilon}
             module.forward = functools.partial(torch.nn.functional.rms_norm, **settings)
-    inputs = (twin, rollout, args.temperature, args.tokens_per_microbatch)
-    return lopti.score(*inputs, with_entropy=False).logprobs.exp()
+    return lopti.score(twin, rollout, args)[0].exp()
 
 
 def probabilities_after(policy, stages, rollout, args, optimizer):
@@ -151,7 +150,7 @@ def adamw_direction(gradient):
 # ---- the screen: how far does a step of each method go along the expected gradient?
 
 
-def directions(policy, tokenizer, rollout, old, args):
+def directions(policy, tokenizer, rollout, entropies, args):
     """Method → the gradients whose steps it takes on this rollout, one after the other.
 
     Before the first update r = 1, so that the gradient is a sum over tokens: its parts add up.
@@ -160,7 +159,7 @@ def directions(policy, tokenizer, rollout, old, args):
     def of(tokens=rollout.mask, rollout=rollout, **flags):
         return gradient(policy, tokens, rollout, changed(args, **flags))
 
-    plain, (low, _) = of(), lopti.split_tokens(old.logprobs, rollout.mask, 0.5)
+    plain, (low, _) = of(), lopti.split_tokens(rollout.old_logprobs, rollout.mask, 0.5)
     fully = of(rollout=reweighted(rollout, 1))
     found = {"GRPO": [plain]}
     for alpha in (0.1, 0.3, 0.6, 1.0):
@@ -169,7 +168,7 @@ def directions(policy, tokenizer, rollout, old, args):
     stages = [first, plain - first]
     found |= {"Lopti, stage 1": stages[:1], "Lopti, stage 2": stages[1:]}
     found["Lopti, both stages"] = stages
-    kept, wording = later_methods(rollout, old.entropies), wording_of(tokenizer, rollout)
+    kept, wording = later_methods(rollout, entropies), wording_of(tokenizer, rollout)
     found |= {name: [of(kept[name])] for name in ("STAPO", "80/20")}
     found["min-p"] = [of(min_p=2.3e-6)]
     if wording.any():
@@ -185,8 +184,8 @@ def progress(policy, tokenizer, batches, args):
     method of two stages adds a step of unit length for each, as AdamW does.
     """
     found, total = {}, sum(gradient(policy, one.mask, one, args) for one, *_ in batches)
-    for rollout, _, old, _ in batches:
-        methods = directions(policy, tokenizer, rollout, old, args)
+    for rollout, _, entropies, _ in batches:
+        methods = directions(policy, tokenizer, rollout, entropies, args)
         others = (total - methods["GRPO"][0]) / (len(batches) - 1)  # the mean of the other batches
         for way, step_of in (("gradient", torch.clone), ("AdamW", adamw_direction)):
             for name, gradients in methods.items():
@@ -300,7 +299,7 @@ def figure_2(policy, rollout, args, responses):
     """
     columns = {name: [] for name in ("probability", "entropy", "at_logits", "at_layers")}
     for row in responses:
-        part = rollout.part([row])  # one row: no padding
+        part = rollout.rows([row])  # one row: no padding
         output = policy(part.ids, output_hidden_states=True)
         logits = output.logits[part.mask.roll(-1, 1)] / args.temperature  # (T, V)
         chosen = part.ids[part.mask]  # (T,)
@@ -352,6 +351,39 @@ def figure_3(policy, rollout, args, rate):
     return result
 
 
+def second_pass(policy, rollout, args, rate):
+    """What Lopti's second pass does to the likely tokens, by what the first pass did to them.
+
+    For SGD at `rate` and for a fresh AdamW. "rewarded, wrong" are the tokens with π ≥ ½ and Â > 0
+    that the first pass moved against Â, by 5e-5 in log π or more, and so on: the mean change of
+    log π in the second pass, counted in the direction of Â, and the share that moved that way.
+    """
+    one_step = changed(args, kl_coef=0.0, mini_batch_size=0)
+    before, sign = probabilities(policy, rollout, args).log(), rollout.advantages.sign()
+    low, high = lopti.split_tokens(before, rollout.mask, 0.5)
+    stages = lopti.update_stages(low, high, rollout.mask, 0.5)
+    result = {"SGD": {}, "AdamW": {}}
+    for name, make in zip(result, (sgd(rate), lambda policy: lopti.make_optimizer(policy, args))):
+        after = probabilities_after(policy, stages, rollout, one_step, make)
+        first, second = (pi.log() for pi in after)
+        moved, moves = (first - before) * sign, (second - first) * sign
+        for who, of_sign in (("rewarded", sign > 0), ("punished", sign < 0)):
+            for how, tokens in (("wrong", moved <= -5e-5), ("right", moved >= 5e-5)):
+                values = moves[high & of_sign & tokens]
+                result[name][f"{who}, {how}"] = [float(values.mean()), share(values > 0)]
+    return result
+
+
+def second_pass_lines(count=10, rate=0.3):
+    """`second_pass` on the batches of the report's chapter 1, a line each for second_pass.jsonl."""
+    args = lopti.parse_arguments(["--kl-coef", "0", "--mini-batch-size", "0"])
+    policy, tokenizer = lopti.load_model("data/tiny", "cpu")
+    prompts = lopti.prompt_stream(lopti.load_data(args, tokenizer)[0], 8, seed=0)
+    for seed in range(count):
+        rollout, *_ = collect(policy, tokenizer, next(prompts), args, seed)
+        yield {"seed": seed, **second_pass(policy, rollout, args, rate)}
+
+
 # ---- what Eq. 4 does to the gradient
 
 
@@ -381,12 +413,16 @@ def later_methods(rollout, entropies):
     return {
         "Lopti, stage 1": lopti.split_tokens(logprobs, mask, 0.5)[0],
         "80/20": lopti.entropy_mask(entropies, mask, 0.2),
-        "80/20's ablation": lopti.entropy_mask(entropies, mask, 0.8, lowest=True),
+        "80/20's ablation": mask & ~lopti.entropy_mask(entropies, mask, 0.2),
         "STAPO": lopti.stapo_mask(logprobs, entropies, rollout.advantages, mask),
     }
 
 
 if __name__ == "__main__":
     with told_in_a_sentence():
+        if sys.argv[1:] == ["second-pass"]:
+            for of_batch in second_pass_lines():
+                experiments.append_line(FOLDER / "second_pass.jsonl", of_batch)
+            sys.exit()
         flags = ["--prompts-per-step", "8", *sys.argv[2:]]
         experiments.append_line(FOLDER / "progress.jsonl", progress_line(sys.argv[1], flags, 10))

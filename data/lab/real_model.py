@@ -114,9 +114,9 @@ def write_problems(folder):
 
 # ---- the plan
 
-SETTINGS = """--task math --reward data.lab.real_model:last_number --temperature 0.7
-    --max-new-tokens 64 --prompts-per-step 32 --mini-batch-size 128 --kl-coef 0 --steps 24
-    --save-every 0 --eval-size 0 --eval-samples 1 --eval-temperature 0.7"""
+SETTINGS = """--task math --reward data.lab.real_model:last_number --solved-reward 1
+    --temperature 0.7 --max-new-tokens 64 --prompts-per-step 32 --mini-batch-size 128 --kl-coef 0
+    --steps 24 --save-every 0 --eval-size 0 --eval-samples 1 --eval-temperature 0.7"""
 TRAINING_PROBLEMS, HELD_OUT_PROBLEMS = 24 * 32, 256  # each training problem is seen once
 METHODS = ("GRPO", "GRPO, two passes", "AR", "Lopti")
 LEARNING_RATES = ("1e-5", "3e-5", "3e-6", "1e-6")  # in this order, if the clock stops them
@@ -181,7 +181,7 @@ def train(options, flags):
         if entry not in done:
             name = re.sub(r"\W+", "-", f"{method}-{rate}-{seed}")
             own = f"--learning-rate {rate} --seed {seed} --name {name} --output {options.work}"
-            own = shlex.split(f"{experiments.METHODS[method]} {own} --quiet")
+            own = shlex.split(f"{experiments.METHODS[method]} {own}")
             command = ["python", "lopti.py", *flags, *own]
             runs.append((options.work / name, command, partial(train_line, entry), file))
     experiments.run_all(runs, options.jobs)

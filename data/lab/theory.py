@@ -1,4 +1,4 @@
-"""What each token weighs in the gradient: Eq. 2, and Prop. 4.2 at the logits.
+"""What each token weighs in the gradient (Eq. 2, Prop. 4.2), and when AR and Lopti can help.
 
 Training never calls these (autograd does the work); the report and the tests do.
 """
@@ -48,3 +48,143 @@ def logit_gradient_bounds(probabilities, vocabulary_size):
     """(lower, upper) of Prop. 4.2: √(N/(N-1))·(1-π) ≤ ‖∇_z log π‖ ≤ √2·(1-π), vocabulary N."""
     room = 1 - probabilities
     return math.sqrt(vocabulary_size / (vocabulary_size - 1)) * room, math.sqrt(2) * room
+
+
+# ---- What AR and Lopti make of it (not in the paper)
+# g_t is token t's part of the gradient of Eq. 1 at the policy that sampled, J the expected reward.
+# Its *signal* is s_t = ⟨∇J, E g_t⟩, its *energy* v_t = E‖g_t‖². *Unit progress* is what a step of
+# length 1 adds to J to first order: the learning rate and the clip of the norm fix the length.
+
+
+def unit_progress(probabilities, signals, energies, alpha=0.0):
+    """Unit progress of AR: Σ s·m / √(Σ v·m²), m = 1 - α(1-π). All inputs (tokens,) → a scalar.
+
+    Assumes that the tokens' gradients are orthogonal on average (no cross terms), and that the mean
+    of g/‖g‖ is the mean of g over the root of the mean of ‖g‖². In units of J per unit of length.
+
+    >>> pi, s, v = torch.tensor([0.9, 0.1]), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
+    >>> unit_progress(pi, s, v), unit_progress(pi, s, v, alpha=1.0)  # all signal at the likely one
+    (tensor(0.7071), tensor(0.9939))
+    """
+    weights = 1 - alpha * (1 - probabilities)
+    return (signals * weights).sum() / (energies * weights**2).sum() ** 0.5
+
+
+def reweighting_criterion(probabilities, signals, energies, bias=0.0, noise=0.0):
+    """The derivative of log `unit_progress` at α = 0: E_s[π] - E_v[π]. AR gains if it is positive.
+
+    E_s and E_v are means weighted by signal and by energy. It decides for small α. If no signal is
+    negative, a criterion ≤ 0 means no gain at any α, and one > 0 a gain up to
+    α = 2(E_s[π] - E_v[π]) / (E_v[(1-π)²] - (1-E_s[π])²), beyond which AR loses.
+
+    Without the bias of the weight (`weight_bias`) it is E_s[π] - bias/Σs - E_v[π] + noise/Σv with
+    bias = Σ_states V·⟨∇J, ½∇Σπ²⟩ and noise = Σ_states ⟨E[Â²∇log π | state], ½∇Σπ²⟩, ∇J and the
+    energies as above. The noise is 0 where Â² does not depend on the token.
+
+    >>> reweighting_criterion(*torch.tensor([[0.9, 0.1], [1.0, 0.0], [1.0, 1.0]]))
+    tensor(0.4000)
+    """
+    by_signal = ((signals * probabilities).sum() - bias) / signals.sum()
+    return by_signal - ((energies * probabilities).sum() - noise) / energies.sum()
+
+
+def binary_world_progress(p, decisions, words, synonyms, responses, alpha=0.0):
+    """Unit progress of AR where it can be computed. Numbers → a number, in deviations of R.
+
+        2pq·S / √{ 2pq·S²·(1 + κ/n) + W(1-1/K)·m(1/K)²/n },   S = 1 - α + 2αpq,   q = 1-p
+
+    D `decisions`, right with probability p; R counts the right ones. W `words`, uniform over K
+    synonyms. n `responses` are one group and share a tabular policy. κ is
+    D - 7 + 1/pq + (6-1/pq)/D. A right token has the share q of its decision's signal, a wrong one
+    p: so E_s[π] = 2pq ≤ ½, and the better the policy, the more the unlikely wrong tokens carry.
+
+    Up to O(1/n) of its value; gains over α = 0 are closer. Because group advantages add up to 0, a
+    decision's right and wrong tokens have parallel gradients: without words every α is the same.
+    Where words dominate, AR gains if and only if 2pq > 1/K, and at α = .3 at most 1.21 times.
+
+    >>> [round(binary_world_progress(0.6, 10, 100, 8, 64, alpha), 3) for alpha in (0, 0.3, 1)]
+    [0.348, 0.382, 0.606]
+    """
+    pq, weight = p * (1 - p), 1 - alpha * (1 - 1 / synonyms)
+    signal = 2 * pq * (1 - alpha + 2 * alpha * pq)
+    spread = decisions - 7 + 1 / pq + (6 - 1 / pq) / decisions
+    energy = signal**2 / (2 * pq) * (1 + spread / responses)
+    energy += words * (1 - 1 / synonyms) * weight**2 / responses
+    return signal / math.sqrt(energy)
+
+
+def split_gain(sigma, phi, cosine=0.0, passes=1):
+    """Unit progress of Lopti's two steps of length 1 over plain GRPO's. Numbers → a number.
+
+        gain = [(1-σ)/cos φ + σ/sin φ]·√(1 + c·sin 2φ) / length
+
+    σ: the likely tokens' share of the signal. φ in radians: tan φ = ‖g_high‖/‖g_low‖. c: the cosine
+    between the two. `length`: √(2 + 2c), as far as the two steps lead (`passes` = 1); 2, that of
+    two plain passes (`passes` = 2). Assumes that each step has a length of its own, which one AdamW
+    denies (`adam_drift`), and that the first leaves the second's gradient as it was: so the order
+    does not enter. Without words the binary world has c = 1: Lopti is two plain passes.
+
+    >>> round(split_gain(sigma=0.3, phi=math.radians(19)), 3)
+    1.175
+    """
+    sum_of_cosines = (1 - sigma) / math.cos(phi) + sigma / math.sin(phi)
+    length = 2 if passes == 2 else math.sqrt(2 + 2 * cosine)
+    return sum_of_cosines * math.sqrt(1 + cosine * math.sin(2 * phi)) / length
+
+
+def split_threshold(phi, cosine=0.0, passes=1):
+    """The σ at which `split_gain` is 1: Lopti gains above it if φ < 45°, below it if φ > 45°.
+
+    >>> round(split_threshold(math.radians(19)), 3)  # the paper's norms, 7B, Fig. 1d
+    0.177
+    """
+    at_0, at_1 = (split_gain(sigma, phi, cosine, passes) for sigma in (0, 1))
+    return (1 - at_0) / (at_1 - at_0)  # the gain is linear in σ
+
+
+def adam_drift(*stages):
+    """The mean step per batch of one AdamW that alternates between stages; in learning rates.
+
+        Σ_stages E[g] / √(mean over stages of E[g²]),   for each parameter
+
+    A stage is its gradients (batches, P); → (P,). Assumes a policy that stands still, many batches,
+    β₂ → 1, no clip, no weight decay. β₁ does not enter: in the end each gradient has weight 1. GRPO
+    is adam_drift(low + high), Lopti adam_drift(low, high): for each parameter
+    √(2E(low + high)² / (E low² + E high²)) times GRPO's, √2 where the stages are uncorrelated and 2
+    where they are equal, as two plain passes are. So one AdamW makes Lopti a longer step of GRPO;
+    with an AdamW for each stage it is adam_drift(low) + adam_drift(high).
+
+    >>> low, high = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    >>> adam_drift(low + high), adam_drift(low, high)
+    (tensor([1., 1.]), tensor([1.4142, 1.4142]))
+    """
+    squares = sum((stage**2).mean(0) for stage in stages) / len(stages)
+    return sum(stage.mean(0) for stage in stages) / squares**0.5
+
+
+def expected_gradient(logits, factors):
+    """Σ_a f(a)·∇π(a) = π∘(f - Σ_a f(a)π(a)) at the logits of one state: (..., V), (..., V).
+
+    f held fixed. f = mQ is E[m Â ∇log π | s], Q(s, a) = E[Â | s, a]; f = m(Q-V) its signal alone.
+
+    >>> expected_gradient(torch.zeros(2), torch.tensor([1.0, 0.0]))
+    tensor([ 0.2500, -0.2500])
+    """
+    probabilities = logits.softmax(-1)
+    return probabilities * (factors - (factors * probabilities).sum(-1, keepdim=True))
+
+
+def weight_bias(logits, weights, value):
+    """V(s)·∇Σ_a m(a)π(a): what weights m add to the signal. (..., V), (..., V), (...) → (..., V)
+
+        E[m Â ∇log π | s] = Σ_a m(a)(Q-V)∇π(a) + V(s)·∇Σ_a m(a)π(a),   V(s) = E[Â | s]
+
+    m goes by π_old: AR's 1 - α(1-π), a pass's 1[π < η]. AR's is α·V·∇½Σπ²: it sharpens the policy
+    where V > 0 and flattens it where V < 0. Lopti's passes have opposite ones (α = 0). m = 1, or a
+    weight of states (80/20), has none. It is noise too: T tokens from one state add T²·Â²‖∇Σmπ‖² to
+    the energy, also if V = 0. Exact for any θ without the clip, if π_old sampled and m goes by it.
+
+    >>> weight_bias(torch.tensor([0.8, 0.2]).log(), torch.tensor([0.8, 0.2]), torch.tensor(1.0))
+    tensor([ 0.0960, -0.0960])
+    """
+    return value[..., None] * expected_gradient(logits, weights)

@@ -52,20 +52,20 @@ def token_name(tokenizer, id):
     return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(id))
 
 
-def before_update(rollout, old, args):
+def before_update(rollout, entropies, args):
     """What is known of each token before the first step: {name: (B, L)}."""
-    pi, advantages, mask = old.logprobs, rollout.advantages, rollout.mask
+    pi, advantages, mask = rollout.old_logprobs, rollout.advantages, rollout.mask
     weight = theory.gradient_weight(pi, pi, advantages, ref_logprobs=rollout.ref_logprobs)
-    stapo = (pi, old.entropies, advantages, mask, args.stapo_tau, args.stapo_quantile)
+    stapo = (pi, entropies, advantages, mask, args.stapo_tau, args.stapo_quantile)
     return {
         "pi": pi.exp(),
-        "entropy": old.entropies,
+        "entropy": entropies,
         "advantage": advantages,
         "gradient": weight.abs(),  # times ‖∇_z log π‖, from `at_the_logits`
         "ar": lopti.reweight_advantages(torch.ones_like(pi), pi, args.alpha),
         "low": lopti.split_tokens(pi, mask, args.eta)[0],
         "stapo": lopti.stapo_mask(*stapo),
-        "eighty_twenty": lopti.entropy_mask(old.entropies, mask, args.top_entropy),
+        "eighty_twenty": lopti.entropy_mask(entropies, mask, args.top_entropy),
     }
 
 
@@ -76,7 +76,7 @@ def at_the_logits(policy, tokenizer, response, args):
     Returns ‖∇_z log π‖ (T,), whether min-p keeps the token (T,), and the five likeliest tokens,
     [name, π, whether it is the sampled one] each; that one comes sixth if it is not among them.
     """
-    logits = lopti.logits_at(policy, response.ids, response.mask.roll(-1, 1)) / args.temperature
+    logits = lopti.token_logits(policy, response.ids, response.mask, args.temperature)
     ids, norms, safe, likeliest = response.ids[response.mask], [], [], []
     for z, chosen in zip(logits.split(256), ids.split(256)):  # (256, V) at a time
         norms.append(theory.logit_gradient_norm(z, chosen))
@@ -95,9 +95,9 @@ def after_updates(policy, rollout, shown, args):
     """
 
     def logprobs(model):
-        return lopti.score(model, rollout.part(shown), args.temperature, size).logprobs
+        return lopti.score(model, rollout.rows(shown), args)[0]
 
-    args, size = measures.changed(args, **UPDATE), args.tokens_per_microbatch
+    args = measures.changed(args, **UPDATE)
     before, changes = logprobs(policy), {}
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
     for method, alpha, eta in (("grpo", 0, 0), ("ar", args.alpha, 0), ("lopti", 0, args.eta)):
@@ -129,15 +129,18 @@ def best_and_worst(values, group_size, count):
 
 def page_data(policy, tokenizer, rows, args):
     """All that the page shows; `rows` are the prompts of the batch."""
-    rollout, values, old, _ = measures.collect(policy, tokenizer, rows, args, args.seed)
+    rollout, values, entropies, _ = measures.collect(policy, tokenizer, rows, args, args.seed)
     if args.kl_coef:  # in the first step the policy is its own reference
-        rollout.ref_logprobs = old.logprobs
+        rollout.ref_logprobs = rollout.old_logprobs
     pairs = best_and_worst(values.cpu(), args.group_size, args.show)
     shown, special = [index for pair in pairs for index in pair], set(tokenizer.all_special_ids)
-    known, changes = before_update(rollout, old, args), after_updates(policy, rollout, shown, args)
+    known, changes = (
+        before_update(rollout, entropies, args),
+        after_updates(policy, rollout, shown, args),
+    )
     answers = []
     for number, index in enumerate(shown):
-        response = rollout.part([index])
+        response = rollout.rows([index])
         norms, safe, likeliest = at_the_logits(policy, tokenizer, response, args)
         ids, place = response.ids[response.mask].tolist(), rollout.mask[index].nonzero()[:, 0]
         tokens = {name: of_tokens[index, place] for name, of_tokens in known.items()}
@@ -161,11 +164,9 @@ def page_data(policy, tokenizer, rows, args):
 
 def write_page(args, out, command):
     device = lopti.choose_device(args.device)
-    policy, tokenizer = lopti.load_model(args.model, device, args.trust_remote_code)
+    policy, tokenizer = lopti.load_model(args.model, device)
     source = args.data or lopti.HERE / "data" / f"{args.task}_train.jsonl"
     rows = rewards.load_rows(source, args, tokenizer)
-    if not rows:
-        raise lopti.UserError(f"no prompts are left of {source}: see --task, --data, --people")
     lopti.check_model(policy, tokenizer, rows, args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
     model = args.model.removeprefix(f"{lopti.HERE}/")

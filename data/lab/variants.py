@@ -9,6 +9,7 @@ python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW fo
 python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
 python data/lab/variants.py --variant without-bias --alpha 1       # the weights' bias subtracted
 python data/lab/variants.py --variant without-bias-two-optimizers --eta 0.5
+python data/lab/variants.py --set eval_temperature=0.2             # a constant of lopti.py
 """
 
 import argparse
@@ -128,28 +129,24 @@ def update_without_bias(policy, optimizer, rollout, tokens, args):
     unlikely = rollout.old_logprobs.exp() < args.eta
     stage = "all" if not args.eta else "low" if (tokens & unlikely).any() else "high"
     totals = dict.fromkeys(lopti.STATISTICS, 0)
-    rollout = copy.copy(rollout)
-    rollout.tokens = tokens
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
-        batch, sums = rollout.part(indices.tolist()), lopti.Counter()
+        batch, sums = rollout.rows(indices), lopti.Counter()
         normalizer = batch.mask.sum()
         rows = range(len(batch.mask))
         for micro_batch in lopti.micro_batches(rows, batch.lengths, args.tokens_per_microbatch):
-            part = batch.part(micro_batch)
-            logits = lopti.logits_at(policy, part.ids, part.mask.roll(-1, 1))
-            logits = logits.float() / args.temperature  # (N, V)
-            chosen = logits.gather(1, part.ids[part.mask][:, None])[:, 0] - logits.logsumexp(1)
-            logprobs = torch.zeros_like(part.old_logprobs).masked_scatter(part.mask, chosen)
+            part = batch.rows(micro_batch)
+            part_tokens = tokens[indices][micro_batch, : part.mask.shape[1]]
+            logits = lopti.token_logits(policy, part.ids, part.mask, args.temperature)  # (N, V)
+            logprobs = lopti.token_logprobs(logits, part.ids, part.mask)
             weighted = reweight_advantages(part.advantages, part.old_logprobs, args.alpha)
-            settings = {"tokens": part.tokens, "ref_logprobs": part.ref_logprobs}
+            settings = {"tokens": part_tokens, "ref_logprobs": part.ref_logprobs}
             settings |= {"kl_coef": args.kl_coef, "normalizer": normalizer}
             loss, statistics = lopti.policy_loss(
                 logprobs, part.old_logprobs, weighted, part.mask, **settings
             )
             mass = weighted_mass(logits, args.alpha, args.eta, stage)  # (N,)
             (loss + (part.advantages[part.mask] * mass).sum() / normalizer).backward()
-            for name, value in statistics.items():
-                sums[name] += value
+            sums.update(statistics)
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         sums["grad_norm"] = float(norm)
         optimizer.step()
@@ -182,6 +179,9 @@ VARIANTS = {
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--variant", choices=VARIANTS)
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE")
     chosen, flags = parser.parse_known_args()
+    changed = (setting.split("=") for setting in chosen.set)
+    lopti.CONSTANTS.update({name: float(value) for name, value in changed})
     vars(lopti).update(VARIANTS.get(chosen.variant, {}), evaluate=evaluate_with_rewards)
     sys.exit(lopti.main(flags))

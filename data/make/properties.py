@@ -50,18 +50,11 @@ def measure_tokens(policy, tokenizer, rows, args):
     measures = {}
     for start in range(0, len(rows), args.prompts_per_step):
         prompts = rows[start : start + args.prompts_per_step]
-        rollout = lopti.sample(
-            policy,
-            tokenizer,
-            [row["prompt"] for row in prompts],
-            group_size=args.group_size,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-        )
+        texts = [row["prompt"] for row in prompts]
+        rollout = lopti.sample(policy, tokenizer, texts, args.group_size, args.temperature, args)
         repeated = [row for row in prompts for _ in range(args.group_size)]
         rewards = torch.tensor(lopti.compute_rewards(rollout.texts, repeated, args))
-        scores = lopti.score(policy, rollout, args.temperature, args.tokens_per_microbatch)
-        rollout.old_logprobs = scores.logprobs
+        rollout.old_logprobs, entropies = lopti.score(policy, rollout, args, with_entropy=True)
         advantages = lopti.group_advantages(rewards, args.group_size)
         rollout.advantages = advantages[:, None] * rollout.mask  # (B, L)
         probabilities, mask = rollout.old_logprobs.exp(), rollout.mask
@@ -72,7 +65,7 @@ def measure_tokens(policy, tokenizer, rows, args):
             "reward": rewards.mean(),
             "accuracy": (rewards >= args.solved_reward).float().mean(),
             "length": tokens / len(rewards),
-            "entropy": scores.entropies.sum() / tokens,
+            "entropy": entropies.sum() / tokens,
             "share of responses truncated": rollout.truncated.float().mean(),
             "token mean of Â": rollout.advantages.sum() / tokens,
             "wording among π < .25": (unlikely & is_wording).sum() / unlikely.sum(),
@@ -105,14 +98,8 @@ def measure_accuracy(policy, tokenizer, rows, temperatures, args):
         right = {size: 0 for size in sizes}
         for start in range(0, len(rows), 200):
             chunk = rows[start : start + 200]
-            rollout = lopti.sample(
-                policy,
-                tokenizer,
-                [row["prompt"] for row in chunk],
-                group_size=1,
-                max_new_tokens=args.max_new_tokens,
-                temperature=temperature,
-            )
+            prompts = [row["prompt"] for row in chunk]
+            rollout = lopti.sample(policy, tokenizer, prompts, 1, temperature, args)
             for row, reward in zip(chunk, lopti.compute_rewards(rollout.texts, chunk, args)):
                 right[row["difficulty"]] += reward >= args.solved_reward
         means = {size: right[size] / counts[size] for size in sizes}

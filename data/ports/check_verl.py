@@ -181,7 +181,7 @@ def check_update(trainer, rollout, processes, folder, alpha, eta, mistake=False)
     saved = AutoModelForCausalLM.from_pretrained(folder / "after" / "huggingface", dtype="float32")
     order = small.order_of_rows(args, processes)
     advantages = lopti.group_advantages(rewards, 4)[order]
-    gradients, wanted = small.update_with_lopti(args, rollout.part(order.tolist()), advantages)
+    gradients, wanted = small.update_with_lopti(args, rollout.rows(order.tolist()), advantages)
     weights = small.difference(small.flat(saved), wanted)
     # verl reports the mean norm of a stage's two gradients
     norms = small.tensor_of([x for name, x in metrics.items() if name.endswith("grad_norm")])

@@ -32,13 +32,12 @@ def sampled_rollout(args):
     """16 responses to 4 puzzles; the group with the unlikeliest token comes first."""
     policy, tokenizer = moved_policy(args)
     prompts = [row["prompt"] for row in lopti.load_data(args, tokenizer)[0][:4]]
-    how = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    rollout = lopti.sample(policy, tokenizer, prompts, group_size=4, **how)
-    rollout.old_logprobs = lopti.score(policy, rollout, args.temperature, 2048).logprobs
+    rollout = lopti.sample(policy, tokenizer, prompts, 4, args.temperature, args)
+    rollout.old_logprobs = lopti.score(policy, rollout, args)[0]
     reference = lopti.load_model(args.model, "cpu")[0]
-    rollout.ref_logprobs = lopti.score(reference, rollout, args.temperature, 2048).logprobs
+    rollout.ref_logprobs = lopti.score(reference, rollout, args)[0]
     groups = rollout.old_logprobs.view(4, -1).min(1).values.argsort()
-    return rollout.part((groups[:, None] * 4 + torch.arange(4)).flatten().tolist())
+    return rollout.rows((groups[:, None] * 4 + torch.arange(4)).flatten().tolist())
 
 
 def prompts_and_responses(rollout):
