@@ -37,7 +37,7 @@ import lopti
 
 QUICK = bool(os.environ.get("LOPTI_QUICK"))
 RESULTS = Path("runs/world") if QUICK else Path(__file__).resolve().parent / "results"
-BLOCK = 0 if QUICK else 2  # names a set of seeds
+BLOCK = 0 if QUICK else 3  # names a set of seeds
 TUNING, JUDGED = (3, 4) if QUICK else (10, 20)  # seeds that choose a rate, seeds that are judged
 GROUP_SIZE, ETA, STEPS = 8, 0.5, 40
 PLAIN = {"alpha": 0.0, "eta": 0.0, "order": "low-high", "passes": 1, "split": lopti.split_tokens}
@@ -302,20 +302,30 @@ def at_kl(accuracies, kls, limit):
 
 
 def train_methods(name):
-    """Rows: world, method, view, rate, accuracies of judged seeds. Other seeds choose the rate."""
+    """Rows: world, method, view, rate, accuracies of judged seeds. Other seeds choose the rate.
+
+    For equal KL four more rates around the best are tried, because it depends on the rate sharply.
+    """
     (world, rates, limit), rows = WORLDS[name], []
     for method in METHODS:
         if "no bias" in method and not world.late:
             continue  # the same to the last digit: V(s) is 0
-        runs = [train(world, method, rate, STEPS, TUNING + JUDGED, BLOCK) for rate in rates]
-        mean = torch.stack([accuracies[1:].mean(0) for accuracies, _, _ in runs])  # (rates, S)
-        equal = torch.stack([at_kl(accuracies, kls, limit) for accuracies, kls, _ in runs])
+
+        def at_rates(rates, method=method):  # (rates, S): the mean over the steps, and at equal KL
+            runs = [train(world, method, rate, STEPS, TUNING + JUDGED, BLOCK) for rate in rates]
+            mean = torch.stack([accuracies[1:].mean(0) for accuracies, _, _ in runs])
+            return mean, torch.stack([at_kl(accuracies, kls, limit) for accuracies, kls, _ in runs])
+
+        mean, equal = at_rates(rates)
+        best = rates[int(equal[:, :TUNING].mean(1).argmax())]
+        near = [best * 2.5**share for share in (-0.5, -0.25, 0.25, 0.5)]  # 2.5: the grid's spacing
+        equal = torch.cat([equal, at_rates(near)[1]])
         for view, values in zip(VIEWS, (mean, mean, equal)):
             by_rate = values[:, :TUNING].mean(1)
-            best = 2 if view == "one rate" else int(by_rate.argmax())
-            row = {"world": name, "method": method, "view": view, "rate": rates[best]}
-            row["by_rate"] = by_rate.tolist()
-            rows.append({**row, "accuracies": values[best, TUNING:].tolist()})
+            chosen = 2 if view == "one rate" else int(by_rate.argmax())
+            row = {"world": name, "method": method, "view": view}
+            row["rate"], row["by_rate"] = [*rates, *near][chosen], by_rate.tolist()
+            rows.append({**row, "accuracies": values[chosen, TUNING:].tolist()})
     return rows
 
 
@@ -373,7 +383,7 @@ like them must be measured on the model."""
 
 def draw_worlds(rows, view="equal KL"):
     """Each method's accuracy minus GRPO's, with the gain that was predicted for it."""
-    figure, axes = plt.subplots(2, 3, figsize=(19, 11))
+    figure, axes = plt.subplots(2, 3, figsize=(19, 12))
     for axis, (name, (world, _, limit)) in zip(axes.flat, WORLDS.items()):
         methods = [r["method"] for r in rows if r["world"] == name and r["view"] == view]
         methods = methods[:0:-1]  # without GRPO, which is the line at 0
@@ -385,12 +395,12 @@ def draw_worlds(rows, view="equal KL"):
             text = f"{predicted_gain(world, method, view):.2f}"
             where = {"transform": axis.get_yaxis_transform(), "va": "center"}
             axis.text(1.03, height, text, color=color, **where)
-        axis.text(1.03, -1, "predicted\ngain", fontsize=12, **where)
+        axis.text(1.03, len(methods) - 0.3, "predicted\ngain", fontsize=12, **where)
         axis.set_yticks(range(len(methods)), methods)
-        axis.set(ylim=(-0.6, len(methods) - 0.4), title=name[0].upper() + name[1:])
+        axis.set(ylim=(-0.6, len(methods) - 0.1), title=name[0].upper() + name[1:])
         axis.set_xlabel(f"accuracy minus GRPO's, at KL {limit}")
     axes[1, 2].axis("off")
-    axes[1, 2].text(-0.1, 0.98, NOTE.format(seeds=JUDGED), va="top", linespacing=1.4)
+    axes[1, 2].text(-0.35, 1, NOTE.format(seeds=JUDGED), va="top", linespacing=1.4)
     figure.suptitle("Designed worlds: accuracy at equal KL to the starting policy", fontsize=20)
     figure.savefig(RESULTS / "world.png")
 
