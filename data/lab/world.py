@@ -76,11 +76,13 @@ UNIT_RATES = (0.05, 0.12, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0)
 ADAMW_RATES = (0.005, 0.012, 0.03, 0.08, 0.2, 0.5, 1.2, 3.0)
 ALIKE = World(accuracy=0.55, synonyms=2, favourite=0.55, optimizer="one AdamW")
 UNLIKELY = World(accuracy=0.1, decisions=8, synonyms=2, favourite=0.6)
+GOOD = World(accuracy=0.9, synonyms=2, favourite=0.7, groups=4)
 LATE = World(decisions=1, wording=64, favourite=0.5, late=True, groups=4)
 WORLDS = {  # the world, its learning rates, the KL at which "equal KL" is read
     "unlikely wording, unit steps": (World(), UNIT_RATES, 15),
     "unlikely wording, one AdamW": (World(optimizer="one AdamW"), ADAMW_RATES, 10),
     "wording like decisions": (ALIKE, ADAMW_RATES, 10),
+    "good policy, likely wording": (GOOD, UNIT_RATES, 5),
     "right answers are unlikely": (UNLIKELY, UNIT_RATES, 10),
     "wording follows the decision": (LATE, UNIT_RATES, 2),
 }
@@ -364,21 +366,12 @@ def comparison_table(rows):
     return "\n".join(lines)
 
 
-NOTE = """How to read this
-
-A point is the mean of {seeds} seeds, a bar its 95 %
-interval, paired by seed. The line at 0 is GRPO.
-Right of it is better.
-
-Predicted gain: how far a step of given length
-gets; GRPO is 1. It is computed before training,
-from how likely the tokens are. It says on which
-side of the line a method lies, not how far.
-
-The worlds are built so that the paper's premise
-holds (first two) or does not. They show when
-the methods help. Whether a language model is
-like them must be measured on the model."""
+NOTE = """A point is the mean of {seeds} seeds, a bar its 95 % interval, paired by seed. The line at 0 is \
+GRPO; right of it is better. Predicted gain: how far a step of given length gets;
+GRPO is 1. It is computed before training and says on which side of the line a method lies, not \
+how far. The worlds are built so that the paper's premise holds (the first two)
+or does not. They show when the methods help. Whether a language model is like them must be \
+measured on the model."""
 
 
 def draw_worlds(rows, view="equal KL"):
@@ -399,8 +392,7 @@ def draw_worlds(rows, view="equal KL"):
         axis.set_yticks(range(len(methods)), methods)
         axis.set(ylim=(-0.6, len(methods) - 0.1), title=name[0].upper() + name[1:])
         axis.set_xlabel(f"accuracy minus GRPO's, at KL {limit}")
-    axes[1, 2].axis("off")
-    axes[1, 2].text(-0.35, 1, NOTE.format(seeds=JUDGED), va="top", linespacing=1.4)
+    figure.supxlabel(NOTE.format(seeds=JUDGED), fontsize=14, ha="left", x=0.01)
     figure.suptitle("Designed worlds: accuracy at equal KL to the starting policy", fontsize=20)
     figure.savefig(RESULTS / "world.png")
 
