@@ -366,12 +366,12 @@ def comparison_table(rows):
     return "\n".join(lines)
 
 
-NOTE = """A point is the mean of {seeds} seeds, a bar its 95 % interval, paired by seed. The line at 0 is \
-GRPO; right of it is better. Predicted gain: how far a step of given length gets;
-GRPO is 1. It is computed before training and says on which side of the line a method lies, not \
-how far. The worlds are built so that the paper's premise holds (the first two)
-or does not. They show when the methods help. Whether a language model is like them must be \
-measured on the model."""
+NOTE = """A point is the mean of {seeds} seeds, a bar its 95 % interval, paired by seed. The line \
+at 0 is GRPO; right of it is better. Predicted gain: how far a step of given length
+gets; GRPO is 1. It is computed before training and says on which side of the line a method \
+lies, not how far. The worlds are built so that the paper's premise holds (the first
+two) or does not. They show when the methods help. Whether a language model is like them must \
+be measured on the model."""
 
 
 def draw_worlds(rows, view="equal KL"):
