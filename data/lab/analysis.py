@@ -615,7 +615,7 @@ CAPTIONS = {  # what stands above a table in TABLES.md
     "equal KL, new seeds": "Planned: the same on seeds 20 to 29, with the KL at sampling.",
     "without bias": "Planned: the bias of weights by π subtracted. By seed.",
     "both wordings": "Pooled afterwards over varied and plain wording, ten seeds each.",
-    "second pass": "Likely tokens in the second pass: change of log π along Â, share that moved so.",
+    "second pass": "Likely tokens in the second pass: change of log π along Â, share that did so.",
     "long": "200 steps on 3 to 5 people, one seed each: sampled accuracy on held-out puzzles.",
     "early": "Accuracy in training by seed; in brackets, how many seeds are above 0.",
     "against GRPO": "Final evaluation. ± is Dunnett's for all rows of a column together.",

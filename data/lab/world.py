@@ -31,7 +31,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from style import COLORS
 from theory import split_gain
-from variants import random_split, weighted_mass
+from variants import random_split
 
 import lopti
 
@@ -227,9 +227,9 @@ def train(world, method, rate, steps, seeds, block):
             values = (logprobs, old_logprobs, advantages, mask)
             loss, _ = lopti.policy_loss(*values, tokens=chosen, normalizer=normalizer)
             if settings.without_bias:
-                table = logits.flatten(0, 1)  # (S·R, V)
-                mass = weighted_mass(table, settings.alpha, settings.eta, stage).view(seeds, -1)
-                loss = loss + (raw * mass[seed, rows].flatten(0, 1)).sum() / normalizer
+                every = logits[seed, rows].flatten(0, 2), raw.flatten()  # of (S·B·T) tokens
+                weights = settings.alpha, settings.eta, stage
+                loss = loss + lopti.bias_correction(*every, *weights) / normalizer
             theta.grad = None
             loss.backward()
             optimizer_step(world, theta, rate, optimizers, stage)
