@@ -60,6 +60,7 @@ import real_model
 import theory
 import tokens as pages
 import variants
+import world
 
 slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
@@ -1960,6 +1961,19 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
     with pytest.raises(lopti.UserError, match="only 0 of 3 mini-batches have .*0 % of the ans"):
         diagnose.main([*SMALL_BATCH, "--batches", "3"])
+
+
+@pytest.mark.parametrize("of", [world.World(wording=32), world.World(wording=0), world.GOOD])
+def test_the_designed_worlds_gain_what_the_theorem_predicts(of):
+    """A small step in a table of logits, by lopti's own loss; without wording nothing changes."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        for method in ("AR, α = 1", "Lopti"):
+            predicted = world.predicted_gain(of, method)
+            found = world.simulated_gain(of, method, seeds=200, blocks=2)
+            assert found == pytest.approx(predicted, rel=0.03 if of.wording else 1e-5)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # ------------------------------------------------------------------------- notebook and scripts
