@@ -1141,6 +1141,8 @@ def parse_arguments(argv=None):
         args.solved_reward = TASKS[args.task].solved
     if args.order != "low-high" and not args.eta:
         raise UserError("--order needs --eta above 0 to tell low from high")
+    if args.without_bias and not (args.alpha or args.eta):
+        raise UserError("--without-bias needs --alpha or --eta above 0: else no weight goes by π")
     if args.group_size < 2 and args.advantage == "grpo":
         raise UserError("--group-size must be at least 2: GRPO compares responses within a group")
     return args

@@ -640,6 +640,11 @@ def plain_training(policy, rollouts, stages, args):
                     if advantages[i] == 0 == args.kl_coef:
                         continue  # a response without a gradient
                     new, is_low = logprobs_of(policy, rows[i]), old[i].exp() < args.eta
+                    if args.without_bias:  # + Â Σ_a m(π) π at every response token
+                        pi = plain_distribution(policy, *rows[i], args.temperature).exp()
+                        part = {"low": pi < args.eta, "high": pi >= args.eta}[stage]
+                        factors = (args.alpha * pi.detach() + 1 - args.alpha) * part
+                        total += advantages[i] * (factors * pi).sum() / count
                     chosen &= {"all": chosen, "low": is_low, "high": ~is_low}[stage]
                     chosen &= (old[i] > -math.inf) & (new > -math.inf)  # in the safe vocabulary
                     for x, y, z in zip(
@@ -688,6 +693,7 @@ TRAINING = {  # flags: stages
     "--alpha 0.9 --eta 0.06 --order high-low --advantage reinforce++ --kl-coef 0": "high low",
     "--eta 0.06 --order high --kl-coef 0.2": "high",
     "--stapo --kl-coef 0.3": "all",
+    "--alpha 0.7 --eta 0.06 --without-bias --kl-coef 0.3": "low high",
     "--eta 0.06 --top-entropy 0.4 --kl-coef 0": "low high",
 }
 
@@ -1268,7 +1274,7 @@ ALL_FLAGS = {  # short: all that they stand for
 
 @pytest.mark.parametrize("flags", ALL_FLAGS)
 def test_every_default_and_both_presets_are_these(flags):
-    args, off = arguments(flags), ["stapo", "reward", "eval_only", "resume", "name"]
+    args, off = arguments(flags), ["stapo", "reward", "eval_only", "resume", "name", "without_bias"]
     off += [] if "preset" in flags else ["gradient_checkpointing", "data", "eval_data"]
     assert args == arguments(ALL_FLAGS[flags]) and not any(getattr(args, name) for name in off)
     constants = {"weight_decay": 0.01, "max_grad_norm": 1.0, "clip_dual": 10.0}
@@ -1594,6 +1600,7 @@ NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
+    "--without-bias --alpha 0 --eta 0": "--alpha or --eta",
     **dict.fromkeys(("--data {silent} --people 1", "--data {surrogate} --people 1"), "prompt"),
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
     **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
