@@ -25,6 +25,7 @@ random signs, added up in 262,139 buckets: inner products are right on average, 
 error of .2 % of the product of the lengths. LOPTI_QUICK=1 takes fewer, smaller batches: a minute.
 """
 
+import argparse
 import copy
 import itertools
 import math
@@ -187,9 +188,8 @@ def gradients(policy, batch, args, keep=whole):
         energies = (advantages**2 * (1 - 2 * pi + squares.detach())).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
-            found = torch.autograd.grad(
-                loss / kept.sum(), parameters, retain_graph=True, materialize_grads=True
-            )
+            options = {"retain_graph": loss is not losses[-1], "materialize_grads": True}
+            found = torch.autograd.grad(loss / kept.sum(), parameters, **options)
             rows[number] = rows[number] + keep(list(zip(names, found)))
     return torch.stack(rows).cpu(), at_logits.cpu().numpy()
 
@@ -493,9 +493,10 @@ def measure(policy, tokenizer, rows, count, args):
 
 
 def main(argv=None):
-    parser = lopti.Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--batches", type=lopti.number(int, 1), default=10)
-    parser.add_argument("--plot", type=Path, metavar="FILE")
+    look = argparse.RawDescriptionHelpFormatter
+    parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
+    parser.add_argument("--batches", type=lopti.number(int, 1), default=10, help="default: 10")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it")
     options, flags = parser.parse_known_args(argv)
     args, started = lopti.parse_arguments(flags), time.process_time()
     args.alpha, args.eta = args.alpha or 0.3, args.eta or 0.5  # the paper's
@@ -520,4 +521,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     with told_in_a_sentence():
-        main()
+        try:
+            main()
+        except torch.OutOfMemoryError as error:
+            raise lopti.UserError("out of memory: lower --tokens-per-microbatch") from error
