@@ -33,6 +33,7 @@ import os
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -267,8 +268,8 @@ def inner_products(vectors):
     return dots.view(*vectors.shape[:2], *vectors.shape[:2]).numpy()
 
 
-def gradient_statistics(dots, at_logits, counts, args):
-    """mini-batches used → what the inner products of their gradients say."""
+def gradient_statistics(dots, at_logits, counts, args, used):
+    """What the inner products of the gradients of the mini-batches used say."""
     cuts, rows, alphas = cuts_of(args.eta), np.eye(dots.shape[1]), alphas_of(args)
     pieces, (by_pi, ar_bias, low_bias) = rows[:-3], rows[-3:]
     edges = list(itertools.pairwise(EDGES))
@@ -277,97 +278,90 @@ def gradient_statistics(dots, at_logits, counts, args):
     passes, pass_biases = (low, grpo - low), (low_bias, -low_bias)
     ar, biases = [(1 - x) * grpo + x * by_pi for x in alphas], [x * ar_bias for x in alphas]
     ar_without, passes_without = np.subtract(ar, biases), np.subtract(passes, pass_biases)
+    chosen, n = dots[used][:, :, used], len(used)
+    # inner: of mini-batch i's a with j's b, (n, n); square: of the length, (n,)
+    inner = lambda a, b: np.einsum("k,ikjl,l->ij", a, chosen, b, optimize=True)
+    square = lambda a: np.diag(inner(a, a)) + 1e-30
+    crossed = lambda a, b: (inner(a, b).sum() - np.trace(inner(a, b))) / (n * (n - 1))
+    signals = lambda parts: np.array([crossed(part, grpo) for part in parts])
+    energies = lambda parts: np.array([square(part).mean() for part in parts])
+    lengths = lambda parts: np.array([max(crossed(x, x), 0.0) / signal for x in parts]) ** 0.5
 
-    def of(used):
-        chosen, n = dots[used][:, :, used], len(used)
-        # inner: of mini-batch i's a with j's b, (n, n); square: of the length, (n,)
-        inner = lambda a, b: np.einsum("k,ikjl,l->ij", a, chosen, b, optimize=True)
-        square = lambda a: np.diag(inner(a, a)) + 1e-30
-        crossed = lambda a, b: (inner(a, b).sum() - np.trace(inner(a, b))) / (n * (n - 1))
-        signals = lambda parts: np.array([crossed(part, grpo) for part in parts])
-        energies = lambda parts: np.array([square(part).mean() for part in parts])
-        lengths = lambda parts: np.array([max(crossed(x, x), 0.0) / signal for x in parts]) ** 0.5
+    def progress(*steps):  # of steps of length 1 each, over the length of their sum
+        unit = [(step, square(step) ** 0.5) for step in steps]
+        along = sum(inner(step, grpo) / length[:, None] for step, length in unit)
+        pairs = itertools.product(unit, repeat=2)
+        total = sum(np.diag(inner(a, b)) / x / y for (a, x), (b, y) in pairs) ** 0.5
+        return ((along.sum(1) - np.diag(along)) / (n - 1) / total).mean()
 
-        def progress(*steps):  # of steps of length 1 each, over the length of their sum
-            unit = [(step, square(step) ** 0.5) for step in steps]
-            along = sum(inner(step, grpo) / length[:, None] for step, length in unit)
-            pairs = itertools.product(unit, repeat=2)
-            total = sum(np.diag(inner(a, b)) / x / y for (a, x), (b, y) in pairs) ** 0.5
-            return ((along.sum(1) - np.diag(along)) / (n - 1) / total).mean()
+    def gains(*methods):
+        return np.array([100 * (progress(*steps) / progress(grpo) - 1) for steps in methods])
 
-        def gains(*methods):
-            return np.array([100 * (progress(*steps) / progress(grpo) - 1) for steps in methods])
-
-        signal, (weight, weighted) = crossed(grpo, grpo), at_logits[used].sum(0)
-        parts = weighted / (weight + 1e-30), signals(pieces), energies(pieces)
-        pi, of_pieces, energy = parts = [torch.tensor(part) for part in parts]
-        predicted = np.array([float(theory.unit_progress(*parts, x)) for x in (0.0, *alphas)])
-        means = [float((pi * x).sum() / x.sum()) for x in (of_pieces, energy)]
-        criterion = float(theory.reweighting_criterion(*parts))
-        left_out = energies([grpo])[0] / energies(bins).sum() - 1
-        low_energy, high_energy = energies(passes)
-        phi, sigma = math.atan((high_energy / low_energy) ** 0.5), signals(passes)[1] / signal
-        cosine = np.trace(inner(*passes)) / n / (low_energy * high_energy) ** 0.5
-        of_passes = [sigma, theory.split_threshold(phi, cosine), math.degrees(phi), cosine]
-        split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
-        norms, tokens = [(square(x) ** 0.5).mean() for x in (*bins, grpo)], counts[used].sum(0)
-        return {
-            "progress": progress(grpo),
-            "ratio": norms[0] / norms[3],
-            "share of tokens": tokens / tokens.sum(),
-            "‖gradient‖ (of all tokens: 1)": np.array(norms[:4]) / norms[4],
-            "share of the energy": energies(bins) / energies(bins).sum(),
-            "share of the signal": signals(bins) / signal,
-            "mean π by signal, by energy": np.array([*means, criterion, left_out]),
-            "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
-            "gain in %, measured": gains(*zip(ar)),
-            "gain in %, measured, without the bias": gains(*zip(ar_without)),
-            "the bias along ∇J (signal: 1)": signals(biases) / signal,
-            "the expected bias's length (‖∇J‖: 1)": lengths(biases),
-            "the two passes": np.array(of_passes),
-            "an optimizer for each pass": np.array([split, *gains(passes, passes_without)]),
-            "one pass alone": gains(*zip(passes)),
-            "one pass alone, without the bias": gains(*zip(passes_without)),
-            "its bias along ∇J (signal: 1)": signals(pass_biases) / signal,
-            "its expected bias's length (‖∇J‖: 1)": lengths(pass_biases),
-        }
-
-    return of
+    signal, (weight, weighted) = crossed(grpo, grpo), at_logits[used].sum(0)
+    parts = weighted / (weight + 1e-30), signals(pieces), energies(pieces)
+    pi, of_pieces, energy = parts = [torch.tensor(part) for part in parts]
+    predicted = np.array([float(theory.unit_progress(*parts, x)) for x in (0.0, *alphas)])
+    means = [float((pi * x).sum() / x.sum()) for x in (of_pieces, energy)]
+    criterion = float(theory.reweighting_criterion(*parts))
+    left_out = energies([grpo])[0] / energies(bins).sum() - 1
+    low_energy, high_energy = energies(passes)
+    phi, sigma = math.atan((high_energy / low_energy) ** 0.5), signals(passes)[1] / signal
+    cosine = np.trace(inner(*passes)) / n / (low_energy * high_energy) ** 0.5
+    of_passes = [sigma, theory.split_threshold(phi, cosine), math.degrees(phi), cosine]
+    split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
+    norms, tokens = [(square(x) ** 0.5).mean() for x in (*bins, grpo)], counts[used].sum(0)
+    return {
+        "progress": progress(grpo),
+        "ratio": norms[0] / norms[3],
+        "share of tokens": tokens / tokens.sum(),
+        "‖gradient‖ (of all tokens: 1)": np.array(norms[:4]) / norms[4],
+        "share of the energy": energies(bins) / energies(bins).sum(),
+        "share of the signal": signals(bins) / signal,
+        "mean π by signal, by energy": np.array([*means, criterion, left_out]),
+        "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
+        "gain in %, measured": gains(*zip(ar)),
+        "gain in %, measured, without the bias": gains(*zip(ar_without)),
+        "the bias along ∇J (signal: 1)": signals(biases) / signal,
+        "the expected bias's length (‖∇J‖: 1)": lengths(biases),
+        "the two passes": np.array(of_passes),
+        "an optimizer for each pass": np.array([split, *gains(passes, passes_without)]),
+        "one pass alone": gains(*zip(passes)),
+        "one pass alone, without the bias": gains(*zip(passes_without)),
+        "its bias along ∇J (signal: 1)": signals(pass_biases) / signal,
+        "its expected bias's length (‖∇J‖: 1)": lengths(pass_biases),
+    }
 
 
-def adam_statistics(low, high):
-    """mini-batches used → (distance, progress, progress for each distance) of Lopti over GRPO's.
+def adam_steps(low, high):
+    """(N, 3, 2): the distance and the progress of GRPO's AdamW, of Lopti's one AdamW, and of two.
 
-    low, high: the passes' gradients (N, D). Distance and mean step are those of all mini-batches
-    but one, progress is along the gradient of that one.
+    low, high: the passes' gradients (N, D). Number i is the mean step of all mini-batches but i,
+    its progress that along the gradient of i.
     """
-    values = []  # for each mini-batch and each kind of AdamW: distance, progress
+    values = torch.zeros(len(low), 3, 2, dtype=low.dtype)
     for i in range(len(low)):
-        rest, values = [j for j in range(len(low)) if j != i], [*values, []]
-        steps = [theory.adam_drift((low + high)[rest]), theory.adam_drift(low[rest], high[rest])]
-        steps.append(theory.adam_drift(low[rest]) + theory.adam_drift(high[rest]))
-        for step in steps:
-            step = step.nan_to_num(0.0)  # 0/0: a weight without gradient
-            values[-1].append((float(step.norm()), float(step @ (low[i] + high[i]))))
-
-    def of(used):
-        grpo, one, two = np.array(values)[used].mean(0)
-        found = {"one AdamW for both passes": one / grpo, "an AdamW for each pass": two / grpo}
-        return {name: np.array([*x, x[1] / x[0]]) for name, x in found.items()}
-
-    return of
+        rest = [j for j in range(len(low)) if j != i]
+        a, b = low[rest], high[rest]
+        steps = [theory.adam_drift(a + b), theory.adam_drift(a, b)]
+        steps.append(theory.adam_drift(a) + theory.adam_drift(b))
+        steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
+        values[i] = torch.stack([steps.norm(dim=1), steps @ (low[i] + high[i])], 1)
+    return values.numpy()
 
 
-def move_statistics(moved):
+def adam_statistics(values, used):
+    """(distance, progress, progress for each distance) of Lopti with AdamW, over GRPO's."""
+    grpo, one, two = values[used].mean(0)
+    found = {"one AdamW for both passes": one / grpo, "an AdamW for each pass": two / grpo}
+    return {name: np.array([*x, x[1] / x[0]]) for name, x in found.items()}
+
+
+def move_statistics(moved, used):
     """What `moves` found, averaged over mini-batches."""
-
-    def of(used):
-        found = {name: np.mean([moved[i][name] for i in used], axis=0) for name in moved[0]}
-        whole, low, high = found["sizes"]
-        found["moves π ≥ .75 (an update on all: 1)"] = np.array([low, high, low - high]) / whole
-        return found
-
-    return of
+    found = {name: np.mean([moved[i][name] for i in used], axis=0) for name in moved[0]}
+    whole, low, high = found["sizes"]
+    found["moves π ≥ .75 (an update on all: 1)"] = np.array([low, high, low - high]) / whole
+    return found
 
 
 # ---- in words
@@ -482,12 +476,11 @@ def measure(policy, tokenizer, rows, count, args):
         inner, entries = vectors, vectors[:, :, :: math.ceil(weights / ENTRIES)]
     entries = entries[:, : len(cuts)].double()
     passes = (entries[:, part].sum(1) for part in (unlikely, np.invert(unlikely)))
-    numbers = (inner_products(inner), np.stack(at_logits), np.stack(counts), args)
+    numbers = inner_products(inner), np.stack(at_logits), np.stack(counts), args
     with np.errstate(invalid="ignore"):  # the root of a signal below 0, shown as ?
-        found = jackknife(gradient_statistics(*numbers), used)
-        found |= jackknife(adam_statistics(*passes), used) | jackknife(
-            move_statistics(moved), len(moved)
-        )
+        found = jackknife(partial(gradient_statistics, *numbers), used)
+        found |= jackknife(partial(adam_statistics, adam_steps(*passes)), used)
+        found |= jackknife(partial(move_statistics, moved), len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
     return found, f"{used} mini-batches, {share:.0f} % of the answers right, gradients {kept}"
 
