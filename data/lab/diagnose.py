@@ -53,7 +53,7 @@ BINS = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
 ALPHAS = (0.1, 0.3, 1.0)
 MEMORY = 2e9  # bytes for all gradients
 BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into different buckets
-ENTRIES = 2**17  # of a gradient: AdamW goes by single weights
+ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this is nothing to expect
 
 # What is printed: headings; (label, titles of columns); (label and name of numbers, digits, the
@@ -332,28 +332,23 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     }
 
 
-def adam_steps(low, high):
-    """(N, 3, 2): the distance and the progress of GRPO's AdamW, of Lopti's one AdamW, and of two.
+def adam_statistics(low, high, used):
+    """(distance, progress, progress for each distance) of Lopti with AdamW, over GRPO's.
 
-    low, high: the passes' gradients (N, D). Number i is the mean step of all mini-batches but i,
-    its progress that along the gradient of i.
+    low, high: the passes' gradients (N, D). The step is the mean one of all mini-batches but one,
+    and its progress is along the gradient of that one.
     """
-    values = torch.zeros(len(low), 3, 2, dtype=low.dtype)
-    for i in range(len(low)):
-        rest = [j for j in range(len(low)) if j != i]
+    found = 0.0
+    for i in used:
+        rest = [j for j in used if j != i]
         a, b = low[rest], high[rest]
         steps = [theory.adam_drift(a + b), theory.adam_drift(a, b)]
         steps.append(theory.adam_drift(a) + theory.adam_drift(b))
         steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
-        values[i] = torch.stack([steps.norm(dim=1), steps @ (low[i] + high[i])], 1)
-    return values.numpy()
-
-
-def adam_statistics(values, used):
-    """(distance, progress, progress for each distance) of Lopti with AdamW, over GRPO's."""
-    grpo, one, two = values[used].mean(0)
-    found = {"one AdamW for both passes": one / grpo, "an AdamW for each pass": two / grpo}
-    return {name: np.array([*x, x[1] / x[0]]) for name, x in found.items()}
+        found = found + torch.stack([steps.norm(dim=1), steps @ (low[i] + high[i])], 1).numpy()
+    grpo, one, two = found
+    ratios = {"one AdamW for both passes": one / grpo, "an AdamW for each pass": two / grpo}
+    return {name: np.array([*x, x[1] / x[0]]) for name, x in ratios.items()}
 
 
 def move_statistics(moved, used):
@@ -479,7 +474,7 @@ def measure(policy, tokenizer, rows, count, args):
     numbers = inner_products(inner), np.stack(at_logits), np.stack(counts), args
     with np.errstate(invalid="ignore"):  # the root of a signal below 0, shown as ?
         found = jackknife(partial(gradient_statistics, *numbers), used)
-        found |= jackknife(partial(adam_statistics, adam_steps(*passes)), used)
+        found |= jackknife(partial(adam_statistics, *passes), used)
         found |= jackknife(partial(move_statistics, moved), len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
     return found, f"{used} mini-batches, {share:.0f} % of the answers right, gradients {kept}"
