@@ -25,6 +25,7 @@ random signs, added up in 262,139 buckets: inner products are right on average, 
 error of .2 % of the product of the lengths. LOPTI_QUICK=1 takes fewer, smaller batches: a minute.
 """
 
+import argparse
 import copy
 import itertools
 import math
@@ -32,6 +33,7 @@ import os
 import sys
 import time
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +51,7 @@ BINS = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
 ALPHAS = (0.1, 0.3, 1.0)
 MEMORY = 2e9  # bytes for all gradients
 BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into different buckets
-ENTRIES = 2**17  # of a gradient: AdamW goes by single weights
+ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this is nothing to expect
 
 # What is printed: headings; (label, titles of columns); (label and name of numbers, digits, the
@@ -185,9 +187,8 @@ def gradients(policy, batch, args, keep=whole):
         energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
-            found = torch.autograd.grad(
-                loss / kept.sum(), parameters, retain_graph=True, materialize_grads=True
-            )
+            options = {"retain_graph": loss is not losses[-1], "materialize_grads": True}
+            found = torch.autograd.grad(loss / kept.sum(), parameters, **options)
             rows[number] = rows[number] + keep(list(zip(names, found)))
     return torch.stack(rows).cpu(), at_logits.cpu().numpy()
 
@@ -265,8 +266,8 @@ def inner_products(vectors):
     return dots.view(*vectors.shape[:2], *vectors.shape[:2]).numpy()
 
 
-def gradient_statistics(dots, at_logits, counts, args):
-    """mini-batches used → what the inner products of their gradients say."""
+def gradient_statistics(dots, at_logits, counts, args, used):
+    """What the inner products of the gradients of the mini-batches used say."""
     cuts, rows, alphas = cuts_of(args.eta), np.eye(dots.shape[1]), alphas_of(args)
     pieces, (by_pi, ar_bias, low_bias) = rows[:-3], rows[-3:]
     edges = list(itertools.pairwise(EDGES))
@@ -275,97 +276,85 @@ def gradient_statistics(dots, at_logits, counts, args):
     passes, pass_biases = (low, grpo - low), (low_bias, -low_bias)
     ar, biases = [(1 - x) * grpo + x * by_pi for x in alphas], [x * ar_bias for x in alphas]
     ar_without, passes_without = np.subtract(ar, biases), np.subtract(passes, pass_biases)
+    chosen, n = dots[used][:, :, used], len(used)
+    # inner: of mini-batch i's a with j's b, (n, n); square: of the length, (n,)
+    inner = lambda a, b: np.einsum("k,ikjl,l->ij", a, chosen, b, optimize=True)
+    square = lambda a: np.diag(inner(a, a)) + 1e-30
+    crossed = lambda a, b: (inner(a, b).sum() - np.trace(inner(a, b))) / (n * (n - 1))
+    signals = lambda parts: np.array([crossed(part, grpo) for part in parts])
+    energies = lambda parts: np.array([square(part).mean() for part in parts])
+    lengths = lambda parts: np.array([max(crossed(x, x), 0.0) / signal for x in parts]) ** 0.5
 
-    def of(used):
-        chosen, n = dots[used][:, :, used], len(used)
-        # inner: of mini-batch i's a with j's b, (n, n); square: of the length, (n,)
-        inner = lambda a, b: np.einsum("k,ikjl,l->ij", a, chosen, b, optimize=True)
-        square = lambda a: np.diag(inner(a, a)) + 1e-30
-        crossed = lambda a, b: (inner(a, b).sum() - np.trace(inner(a, b))) / (n * (n - 1))
-        signals = lambda parts: np.array([crossed(part, grpo) for part in parts])
-        energies = lambda parts: np.array([square(part).mean() for part in parts])
-        lengths = lambda parts: np.array([max(crossed(x, x), 0.0) / signal for x in parts]) ** 0.5
+    def progress(*steps):  # of steps of length 1 each, over the length of their sum
+        unit = [(step, square(step) ** 0.5) for step in steps]
+        along = sum(inner(step, grpo) / length[:, None] for step, length in unit)
+        pairs = itertools.product(unit, repeat=2)
+        total = sum(np.diag(inner(a, b)) / x / y for (a, x), (b, y) in pairs) ** 0.5
+        return ((along.sum(1) - np.diag(along)) / (n - 1) / total).mean()
 
-        def progress(*steps):  # of steps of length 1 each, over the length of their sum
-            unit = [(step, square(step) ** 0.5) for step in steps]
-            along = sum(inner(step, grpo) / length[:, None] for step, length in unit)
-            pairs = itertools.product(unit, repeat=2)
-            total = sum(np.diag(inner(a, b)) / x / y for (a, x), (b, y) in pairs) ** 0.5
-            return ((along.sum(1) - np.diag(along)) / (n - 1) / total).mean()
+    def gains(*methods):
+        return np.array([100 * (progress(*steps) / progress(grpo) - 1) for steps in methods])
 
-        def gains(*methods):
-            return np.array([100 * (progress(*steps) / progress(grpo) - 1) for steps in methods])
-
-        signal, (weight, weighted) = crossed(grpo, grpo), at_logits[used].sum(0)
-        parts = weighted / (weight + 1e-30), signals(pieces), energies(pieces)
-        pi, of_pieces, energy = parts = [torch.tensor(part) for part in parts]
-        predicted = np.array([float(theory.unit_progress(*parts, x)) for x in (0.0, *alphas)])
-        means = [float((pi * x).sum() / x.sum()) for x in (of_pieces, energy)]
-        criterion = float(theory.reweighting_criterion(*parts))
-        left_out = energies([grpo])[0] / energies(bins).sum() - 1
-        low_energy, high_energy = energies(passes)
-        phi, sigma = math.atan((high_energy / low_energy) ** 0.5), signals(passes)[1] / signal
-        cosine = np.trace(inner(*passes)) / n / (low_energy * high_energy) ** 0.5
-        of_passes = [sigma, theory.split_threshold(phi, cosine), math.degrees(phi), cosine]
-        split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
-        norms, tokens = [(square(x) ** 0.5).mean() for x in (*bins, grpo)], counts[used].sum(0)
-        return {
-            "progress": progress(grpo),
-            "ratio": norms[0] / norms[3],
-            "share of tokens": tokens / tokens.sum(),
-            "‖gradient‖ (of all tokens: 1)": np.array(norms[:4]) / norms[4],
-            "share of the energy": energies(bins) / energies(bins).sum(),
-            "share of the signal": signals(bins) / signal,
-            "mean π by signal, by energy": np.array([*means, criterion, left_out]),
-            "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
-            "gain in %, measured": gains(*zip(ar)),
-            "gain in %, measured, without the bias": gains(*zip(ar_without)),
-            "the bias along ∇J (signal: 1)": signals(biases) / signal,
-            "the expected bias's length (‖∇J‖: 1)": lengths(biases),
-            "the two passes": np.array(of_passes),
-            "an optimizer for each pass": np.array([split, *gains(passes, passes_without)]),
-            "one pass alone": gains(*zip(passes)),
-            "one pass alone, without the bias": gains(*zip(passes_without)),
-            "its bias along ∇J (signal: 1)": signals(pass_biases) / signal,
-            "its expected bias's length (‖∇J‖: 1)": lengths(pass_biases),
-        }
-
-    return of
+    signal, (weight, weighted) = crossed(grpo, grpo), at_logits[used].sum(0)
+    parts = weighted / (weight + 1e-30), signals(pieces), energies(pieces)
+    pi, of_pieces, energy = parts = [torch.tensor(part) for part in parts]
+    predicted = np.array([float(theory.unit_progress(*parts, x)) for x in (0.0, *alphas)])
+    means = [float((pi * x).sum() / x.sum()) for x in (of_pieces, energy)]
+    criterion = float(theory.reweighting_criterion(*parts))
+    left_out = energies([grpo])[0] / energies(bins).sum() - 1
+    low_energy, high_energy = energies(passes)
+    phi, sigma = math.atan((high_energy / low_energy) ** 0.5), signals(passes)[1] / signal
+    cosine = np.trace(inner(*passes)) / n / (low_energy * high_energy) ** 0.5
+    of_passes = [sigma, theory.split_threshold(phi, cosine), math.degrees(phi), cosine]
+    split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
+    norms, tokens = [(square(x) ** 0.5).mean() for x in (*bins, grpo)], counts[used].sum(0)
+    return {
+        "progress": progress(grpo),
+        "ratio": norms[0] / norms[3],
+        "share of tokens": tokens / tokens.sum(),
+        "‖gradient‖ (of all tokens: 1)": np.array(norms[:4]) / norms[4],
+        "share of the energy": energies(bins) / energies(bins).sum(),
+        "share of the signal": signals(bins) / signal,
+        "mean π by signal, by energy": np.array([*means, criterion, left_out]),
+        "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
+        "gain in %, measured": gains(*zip(ar)),
+        "gain in %, measured, without the bias": gains(*zip(ar_without)),
+        "the bias along ∇J (signal: 1)": signals(biases) / signal,
+        "the expected bias's length (‖∇J‖: 1)": lengths(biases),
+        "the two passes": np.array(of_passes),
+        "an optimizer for each pass": np.array([split, *gains(passes, passes_without)]),
+        "one pass alone": gains(*zip(passes)),
+        "one pass alone, without the bias": gains(*zip(passes_without)),
+        "its bias along ∇J (signal: 1)": signals(pass_biases) / signal,
+        "its expected bias's length (‖∇J‖: 1)": lengths(pass_biases),
+    }
 
 
-def adam_statistics(low, high):
-    """mini-batches used → (distance, progress, progress for each distance) of Lopti over GRPO's.
+def adam_statistics(low, high, used):
+    """(distance, progress, progress for each distance) of Lopti with AdamW, over GRPO's.
 
-    low, high: the passes' gradients (N, D). Distance and mean step are those of all mini-batches
-    but one, progress is along the gradient of that one.
+    low, high: the passes' gradients (N, D). The step is the mean one of all mini-batches but one,
+    and its progress is along the gradient of that one.
     """
-    values = []  # for each mini-batch and each kind of AdamW: distance, progress
-    for i in range(len(low)):
-        rest, values = [j for j in range(len(low)) if j != i], [*values, []]
-        steps = [theory.adam_drift((low + high)[rest]), theory.adam_drift(low[rest], high[rest])]
-        steps.append(theory.adam_drift(low[rest]) + theory.adam_drift(high[rest]))
-        for step in steps:
-            step = step.nan_to_num(0.0)  # 0/0: a weight without gradient
-            values[-1].append((float(step.norm()), float(step @ (low[i] + high[i]))))
-
-    def of(used):
-        grpo, one, two = np.array(values)[used].mean(0)
-        found = {"one AdamW for both passes": one / grpo, "an AdamW for each pass": two / grpo}
-        return {name: np.array([*x, x[1] / x[0]]) for name, x in found.items()}
-
-    return of
+    found = 0.0
+    for i in used:
+        rest = [j for j in used if j != i]
+        a, b = low[rest], high[rest]
+        steps = [theory.adam_drift(a + b), theory.adam_drift(a, b)]
+        steps.append(theory.adam_drift(a) + theory.adam_drift(b))
+        steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
+        found = found + torch.stack([steps.norm(dim=1), steps @ (low[i] + high[i])], 1).numpy()
+    grpo, one, two = found
+    ratios = {"one AdamW for both passes": one / grpo, "an AdamW for each pass": two / grpo}
+    return {name: np.array([*x, x[1] / x[0]]) for name, x in ratios.items()}
 
 
-def move_statistics(moved):
+def move_statistics(moved, used):
     """What `moves` found, averaged over mini-batches."""
-
-    def of(used):
-        found = {name: np.mean([moved[i][name] for i in used], axis=0) for name in moved[0]}
-        whole, low, high = found["sizes"]
-        found["moves π ≥ .75 (an update on all: 1)"] = np.array([low, high, low - high]) / whole
-        return found
-
-    return of
+    found = {name: np.mean([moved[i][name] for i in used], axis=0) for name in moved[0]}
+    whole, low, high = found["sizes"]
+    found["moves π ≥ .75 (an update on all: 1)"] = np.array([low, high, low - high]) / whole
+    return found
 
 
 # ---- in words
@@ -480,20 +469,20 @@ def measure(policy, tokenizer, rows, count, args):
         inner, entries = vectors, vectors[:, :, :: math.ceil(weights / ENTRIES)]
     entries = entries[:, : len(cuts)].double()
     passes = (entries[:, part].sum(1) for part in (unlikely, np.invert(unlikely)))
-    numbers = (inner_products(inner), np.stack(at_logits), np.stack(counts), args)
+    numbers = inner_products(inner), np.stack(at_logits), np.stack(counts), args
     with np.errstate(invalid="ignore"):  # the root of a signal below 0, shown as ?
-        found = jackknife(gradient_statistics(*numbers), used)
-        found |= jackknife(adam_statistics(*passes), used) | jackknife(
-            move_statistics(moved), len(moved)
-        )
+        found = jackknife(partial(gradient_statistics, *numbers), used)
+        found |= jackknife(partial(adam_statistics, *passes), used)
+        found |= jackknife(partial(move_statistics, moved), len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
     return found, f"{used} mini-batches, {share:.0f} % of the answers right, gradients {kept}"
 
 
 def main(argv=None):
-    parser = lopti.Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--batches", type=lopti.number(int, 1), default=10)
-    parser.add_argument("--plot", type=Path, metavar="FILE")
+    look = argparse.RawDescriptionHelpFormatter
+    parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
+    parser.add_argument("--batches", type=lopti.number(int, 1), default=10, help="default: 10")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it")
     options, flags = parser.parse_known_args(argv)
     args, started = lopti.parse_arguments(flags), time.process_time()
     args.alpha, args.eta = args.alpha or 0.3, args.eta or 0.5  # the paper's
@@ -518,4 +507,7 @@ def main(argv=None):
 
 if __name__ == "__main__":
     with told_in_a_sentence():
-        main()
+        try:
+            main()
+        except torch.OutOfMemoryError as error:
+            raise lopti.UserError("out of memory: lower --tokens-per-microbatch") from error
