@@ -1914,16 +1914,7 @@ def test_the_condition_for_ar():
         assert float(criterion) == pytest.approx(found, rel=1e-4)
 
 
-SMALL_BATCH = [
-    "--people",
-    "2",
-    "--prompts-per-step",
-    "2",
-    "--max-new-tokens",
-    "24",
-    "--dtype",
-    "float32",
-]
+SMALL_BATCH = "--people 2 --prompts-per-step 2 --max-new-tokens 24 --dtype float32".split()
 
 
 def test_diagnose_gradients_against_autograd_and_as_sketches():
@@ -1956,9 +1947,10 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     torch.manual_seed(0)
     vectors = torch.randn(5, 7, 20, dtype=torch.float64) + 1
     args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((5, 2, 4))
-    of = diagnose.gradient_statistics(diagnose.inner_products(vectors), ones, ones[:, 0], args)
+    dots = diagnose.inner_products(vectors)
+    found = diagnose.gradient_statistics(dots, ones, ones[:, 0], args, list(range(5)))
     low, high, by_pi = vectors[:, :2].sum(1), vectors[:, 2:4].sum(1), vectors[:, 4]
-    unit, grpo, found = torch.nn.functional.normalize, low + high, of(list(range(5)))
+    unit, grpo = torch.nn.functional.normalize, low + high
     steps = [unit(step) for step in (grpo, 0.7 * grpo + 0.3 * by_pi, unit(low) + unit(high))]
     others = (grpo.sum(0) - grpo) / 4
     plain, ar, split = ((step * others).sum(1).mean() for step in steps)
