@@ -1914,7 +1914,8 @@ def test_the_condition_for_ar():
         assert float(criterion) == pytest.approx(found, rel=1e-4)
 
 
-SMALL_BATCH = "--people 2 --prompts-per-step 2 --max-new-tokens 24 --dtype float32".split()
+SMALL_BATCH = ["--people", "2", "--prompts-per-step", "2", "--max-new-tokens", "24"]
+SMALL_BATCH += ["--dtype", "float32"]
 
 
 def test_diagnose_gradients_against_autograd_and_as_sketches():
