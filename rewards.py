@@ -499,7 +499,6 @@ def load_data(args, tokenizer):
 
 def load_rows(source, args, tokenizer, held_out=()):
     """The rows of a data file or hub data set that can be used. One line tells of the others:
-
     train.jsonl: 9 rows, 2 left out: 2 longer than --max-prompt-length 400 (row 4, 7)
     """
     with user_errors(f"cannot read {source}"):
@@ -514,7 +513,8 @@ def load_rows(source, args, tokenizer, held_out=()):
             left_out.setdefault(reason, []).append(number)
         else:
             rows.append(row)
-    reasons = [f"{len(them)} {why} (row {str(them[:9])[1:-1]})" for why, them in left_out.items()]
+    where = {why: f" (row {str(them)[1:-1]})" for why, them in left_out.items() if len(them) < 10}
+    reasons = [f"{len(them)} {why}{where.get(why, '')}" for why, them in left_out.items()]
     told = f"{len(table)} rows, {len(table) - len(rows)} left out: {', '.join(reasons)}"
     if not rows:
         raise UserError(f"no prompts are left of {source}, see --task: {told}")
