@@ -385,7 +385,8 @@ def table(found, args):
 
 def percent(value, half):
     """'3 % (−4 to 11 %)'."""
-    return f"{value:.0f} % ({value - half:.0f} to {value + half:.0f} %)".replace("-", "−")
+    value, low, high = (round(x) for x in (value, value - half, value + half))
+    return f"{value} % ({low} to {high} %)".replace("-", "−")
 
 
 def verdict(gain, half):
