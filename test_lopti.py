@@ -1420,6 +1420,7 @@ STOPS = {  # what is called when a signal comes, its calls before, the signals, 
 }
 
 
+@slow
 @pytest.mark.parametrize("stop", STOPS)
 def test_asked_to_stop_it_saves(stop, finished_run, tmp_path, monkeypatch, capsys):
     """What is done; and a line that a crash has torn does not hinder --resume."""
@@ -1442,6 +1443,7 @@ def test_asked_to_stop_it_saves(stop, finished_run, tmp_path, monkeypatch, capsy
     assert checkpoints(folder) == ["step-000002"] * (steps == 2)  # --save-every 0: no other
 
 
+@slow
 def test_more_steps_with_resume(finished_run, tmp_path):
     """2 steps and then 2 more are 4 steps, however often there are evaluations."""
     assert main(FLAGS + f"--steps 2 --eval-every 1 --name two --output {tmp_path}") == 0
