@@ -1768,6 +1768,7 @@ def test_the_laboratorys_commands_and_tables():
     for flags in experiments.METHODS.values():
         flags = re.sub(r"--(variant|set) \S+", "", flags.format(plain="model", work="folder"))
         arguments(f"{experiments.SETTINGS} {flags}")
+    arguments(real_model.SETTINGS)
     made = analysis.tables(experiments.read_lines(experiments.RESULTS))
     for path, text in analysis.pages(made).items():
         assert path.read_text(encoding="utf-8") == text

@@ -155,7 +155,7 @@ def command_of(method, seed, args):
     folder, flags = args.work / name, METHODS[method].format(plain=args.plain, work=args.work)
     command = ["python", "data/lab/variants.py"]
     if (folder / "checkpoints").exists():
-        variant = flags.split()[-2:] if "--variant" in flags else []
+        variant = ["--variant", variant_of(method)] if variant_of(method) else []
         return folder, [*command, *variant, "--resume", str(folder)]
     flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} {flags}"
     flags += f" --seed {seed} --output {args.work} --name {name}"

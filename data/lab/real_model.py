@@ -115,7 +115,8 @@ def write_problems(folder):
 
 SETTINGS = """--task math --reward data.lab.real_model:last_number --solved-reward 1
     --temperature 0.7 --max-new-tokens 64 --prompts-per-step 32 --mini-batch-size 128 --kl-coef 0
-    --steps 24 --save-every 0 --eval-size 0 --eval-samples 1 --eval-temperature 0.7"""
+    --steps 24 --save-every 0 --eval-size 0 --eval-samples 1"""
+EVAL_TEMPERATURE = 0.7  # a constant of lopti.py, not a flag
 TRAINING_PROBLEMS, HELD_OUT_PROBLEMS = 24 * 32, 256  # each training problem is seen once
 METHODS = ("GRPO", "GRPO, two passes", "AR", "Lopti")
 LEARNING_RATES = ("1e-5", "3e-5", "3e-6", "1e-6")  # in this order, if the clock stops them
@@ -153,7 +154,8 @@ def train(options, flags):
             name = re.sub(r"\W+", "-", f"{method}-{rate}-{seed}")
             own = f"--learning-rate {rate} --seed {seed} --name {name} --output {options.work}"
             own = shlex.split(f"{experiments.METHODS[method]} {own}")
-            command = ["python", "lopti.py", *flags, *own]
+            setting = ["--set", f"eval_temperature={EVAL_TEMPERATURE}"]
+            command = ["python", "data/lab/variants.py", *setting, *flags, *own]
             runs.append((options.work / name, command, partial(train_line, entry), file))
     experiments.run_all(runs, options.jobs)
 
@@ -191,6 +193,7 @@ def main():
         return make_model(options.model)
     options.results.mkdir(parents=True, exist_ok=True)
     flags = [*write_problems(options.work), "--model", options.model, *flags]
+    lopti.CONSTANTS["eval_temperature"] = EVAL_TEMPERATURE
     COMMANDS[options.command](options, flags)
 
 

@@ -33,7 +33,7 @@ TEMPLATE = HERE / "tokens.html.in"
 DEFAULTS = {"alpha": 0.3, "eta": 0.5, "top_entropy": 0.2, "min_p": 2.3e-6, "show": 3}
 SHOWN = (*DEFAULTS, "group_size", "temperature", "learning_rate", "stapo_tau")
 # The updates are GRPO's, AR's and Lopti's alone; which tokens the others keep is only shown.
-UPDATE = {"mini_batch_size": 0, "stapo": False, "top_entropy": 0, "bottom_entropy": 0, "min_p": 0}
+UPDATE = {"mini_batch_size": 0, "stapo": False, "top_entropy": 0, "min_p": 0}
 
 
 def token_texts(tokenizer, ids):
