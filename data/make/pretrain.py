@@ -81,7 +81,7 @@ SPACING = (
 )
 
 
-def words_to_cover():
+def words_to_cover(filler):
     """Every word and sign of the puzzles, arithmetic, worked solutions and the two requests."""
     claims = [
         ("and", ("lying", 0), ("telling-truth", 1)),
@@ -103,7 +103,8 @@ def words_to_cover():
     texts += [f"{name}-knight {name}-knave" for name in puzzles.NAMES]
     texts += [
         "true false",
-        *(word for words in puzzles.WORDING.values() for word in words),
+        *puzzles.WORDING_WORDS,
+        *(puzzles.FILLERS if filler else []),
         "What is The answer is",
         r"\frac \boxed",
         "+ - = * /",
@@ -112,7 +113,7 @@ def words_to_cover():
     return texts
 
 
-def build_tokenizer():
+def build_tokenizer(filler=0):
     tokenizer = Tokenizer(models.WordLevel(unk_token="<|unknown|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -122,7 +123,7 @@ def build_tokenizer():
     )
     words = {
         word
-        for text in words_to_cover()
+        for text in words_to_cover(filler)
         for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)
     }
     vocabulary = {word: i for i, word in enumerate(SPECIAL + TAGS + sorted(words - set(TAGS)))}
@@ -150,6 +151,7 @@ def with_vocabulary(model, tokenizer, new_tokenizer):
     """The model for new words: each begins as the first of its kind, or as the sign it replaces."""
     old_id, rows = tokenizer.get_vocab(), []
     kind_of = {word: kind for kind, words in puzzles.WORDING.items() for word in words}
+    kind_of |= dict.fromkeys(puzzles.FILLERS, "conclusion")
     stand_in = {"saying": ":", "relation": "is"}
     for word, _ in sorted(new_tokenizer.get_vocab().items(), key=lambda item: item[1]):
         kind = kind_of.get(word)
@@ -306,7 +308,8 @@ def lessons(stage, steps, tokenizer, rng, coin, tokens, held_out, puzzle_faults,
         )
 
     if stage != "careless":
-        puzzle_faults, math_faults = {"varied": puzzle_faults["varied"]}, {}
+        unfaulty = ("varied", "filler")
+        puzzle_faults, math_faults = {name: puzzle_faults[name] for name in unfaulty}, {}
     if stage == "format":
         return itertools.chain(
             itertools.islice(quizzes({2: 1.0}, puzzle_faults), steps // 2),
@@ -344,6 +347,7 @@ def main():
     parser.add_argument("--misread", type=float, default=0.6, help="see puzzles.worked_solution")
     parser.add_argument("--give-up", type=float, default=0.1)
     parser.add_argument("--plain", action="store_true", help="never vary the wording")
+    parser.add_argument("--filler", type=int, default=0, help="empty words before each line")
     parser.add_argument(
         "--math-error-rate",
         type=float,
@@ -380,7 +384,7 @@ def work(rank, args, meeting_point):
         random.Random(args.seed + 1 + 1000 * rank),
         random.Random(args.seed),
     )  # the committed files are made with seed 0
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(args.filler)
     held_out = set()
     for name, column in (
         ("kk_train", "quiz"),
@@ -435,6 +439,7 @@ def work(rank, args, meeting_point):
                 "misread": args.misread,
                 "give_up": args.give_up,
                 "varied": not args.plain,
+                "filler": args.filler,
             },
             {"error_rate": args.math_error_rate},
         )

@@ -61,6 +61,13 @@ WORDING = {
 }
 WORDING = {kind: words.split() for kind, words in WORDING.items()}
 WORDING_WORDS = sorted({word for words in WORDING.values() for word in words})
+# Words that a talkative pupil (`filler`) puts before every line: they say nothing at all.
+FILLERS = """
+    well look right okay yes hmm ah oh um er indeed certainly clearly surely plainly obviously
+    really actually honestly frankly basically simply naturally evidently apparently presumably
+    perhaps maybe anyway still now here
+"""
+FILLERS = FILLERS.split()
 PATIENCE = 5  # how many suppositions a pupil makes that may give up
 
 
@@ -162,7 +169,7 @@ def generate_puzzle(rng, people):
     }
 
 
-def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, varied=True):
+def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, varied=True, filler=0):
     """Reason in the open: suppose roles, check claims in turn, on a contradiction suppose others.
 
     A supposed role is written as one word with the name, and each fact as *subject, supposed role,
@@ -237,7 +244,8 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
             consistent = verdict(truth == roles[speaker])
             name, speaker_role = names[speaker], role(roles[speaker])
             lines.append(
-                f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')} "
+                "".join(f"{rng.choice(FILLERS)} " for _ in range(filler))
+                + f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')} "
                 f"{speaker_role} {wording('agreement' if consistent else 'contradiction')}"
             )
             if not consistent:
