@@ -220,10 +220,8 @@ def compare(port):
     for case in cases[:4]:  # GRPO, AR, Lopti, both
         right = [torch.tensor(step["table"], dtype=torch.float64) for step in case["steps"]]
         pairs = zip(right, port(case), strict=True)
-        found[case["name"]] = [float((a - b).abs().max()) for a, b in pairs]
-    return pandas.DataFrame.from_dict(found, "index").rename(
-        columns=lambda step: f"step {step + 1}"
-    )
+        found[case["name"]] = pandas.Series([float((a - b).abs().max()) for a, b in pairs])
+    return pandas.DataFrame(found).T.rename(columns=lambda step: f"step {step + 1}")
 
 
 if __name__ == "__main__":
