@@ -1768,7 +1768,7 @@ def test_the_laboratorys_outcomes_and_families():
 def test_the_laboratorys_commands_and_tables():
     """lopti.py takes the flags of every run; the tables are those of the runs."""
     for flags in experiments.METHODS.values():
-        flags = re.sub(r"--(variant|set) \S+", "", flags.format(plain="model", work="folder"))
+        flags = re.sub(r"--(variant|set) \S+", "", flags.format(plain="A", wordy="B", work="C"))
         arguments(f"{experiments.SETTINGS} {flags}")
     arguments(real_model.SETTINGS)
     made = analysis.tables(experiments.read_lines(experiments.RESULTS))

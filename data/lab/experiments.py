@@ -109,7 +109,25 @@ WITHOUT_BIAS = {
 }
 EQUAL_KL = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
 EQUAL_KL["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
-METHODS = FIRST | ON_PLAIN | SECOND_STEP | ORDER_OR_ADAM | CEILING | LONG | WITHOUT_BIAS | EQUAL_KL
+
+# A language model made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py).
+WORDY_JOB = f"--model {{wordy}} --people 2 {ONLY_TRAINING}"
+WORDY = {
+    f"{name}, wordy": f"{flags} {WORDY_JOB}".strip()
+    for name, flags in {
+        "GRPO": "",
+        TWO: BASE[TWO],
+        "random split": "--eta 0.5 --variant random-split",
+        "Lopti": BASE["Lopti"],
+        REVERSED: BASE[REVERSED],
+        "AR": BASE["AR"],
+        "AR α = 1": BASE["AR α = 1"],
+        "AR α = 1, without bias": f"{BASE['AR α = 1']} --without-bias",
+        "GRPO, without wording": "--variant without-wording",  # an oracle
+    }.items()
+}
+METHODS = FIRST | ON_PLAIN | SECOND_STEP | ORDER_OR_ADAM | CEILING | LONG
+METHODS |= WITHOUT_BIAS | EQUAL_KL | WORDY
 
 
 def runs_of(seeds, *methods):
@@ -140,6 +158,7 @@ QUESTIONS = {  # a queue for each core: (method, seed), in order of importance
     "long": runs_of(range(2), *LONG),
     "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *TEN_SEEDS)],
     "equal KL": runs_of(range(20, 30), *EQUAL_KL),
+    "wordy": runs_of(range(10), *WORDY),
 }
 
 SETTINGS = "--eval-every 6 --eval-samples 2"
@@ -152,7 +171,8 @@ HELD_OUT_LONG = "--people 3 4 5 --train 0 --test 40 --seed 20261123"
 def command_of(method, seed, args):
     """The folder of a run, and the command that begins it or goes on with it."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-") + f"-{seed}"
-    folder, flags = args.work / name, METHODS[method].format(plain=args.plain, work=args.work)
+    folder, flags = args.work / name, METHODS[method]
+    flags = flags.format(plain=args.plain, wordy=args.wordy, work=args.work)
     command = ["python", "data/lab/variants.py"]
     if (folder / "checkpoints").exists():
         variant = ["--variant", variant_of(method)] if variant_of(method) else []
@@ -258,15 +278,20 @@ def main():
     add("--work", type=Path, default=ROOT / "runs" / "experiments", help="where run folders go")
     add("--results", type=Path, default=RESULTS, help="the file of finished runs")
     add("--plain", type=Path, default=ROOT / "data/tiny-plain", help="data/tiny made with --plain")
+    add("--wordy", type=Path, default=ROOT / "data/tiny-wordy", help="made with --filler")
     add("--list", action="store_true", help="print the commands and stop")
     args = parser.parse_args()
-    args.work, args.plain = args.work.resolve(), args.plain.resolve()
+    for folder in ("work", "plain", "wordy"):
+        setattr(args, folder, getattr(args, folder).resolve())
     done = {(line["method"], line["seed"]) for line in read_lines(args.results)}
     plan = QUESTIONS[args.question] if args.question else PLAN
     todo = [entry for entry in plan if entry not in done]
-    if not args.plain.exists():
-        todo = [entry for entry in todo if PLAIN not in METHODS[entry[0]]]
-        print(f"left out, for {args.plain} is not there: the runs of the plain policy")
+    for policy in (args.plain, args.wordy):
+        kind = "{plain}" if policy is args.plain else "{wordy}"
+        needing = [entry for entry in todo if kind in METHODS[entry[0]]]
+        if needing and not policy.exists():
+            todo = [entry for entry in todo if entry not in needing]
+            print(f"left out, for {policy} is not there: {len(needing)} runs")
     held_out = {args.work: HELD_OUT, args.work / "long": HELD_OUT_LONG}
     for folder, flags in held_out.items():
         command = f"data/make/puzzles.py {flags} --folder {folder}"

@@ -97,7 +97,9 @@ def update_with_own_optimizer(policy, optimizer, rollout, tokens, args, stage):
 def update_without_wording(policy, optimizer, rollout, tokens, args, stage):
     """`lopti.update` without the words that do not matter to the answer: an oracle."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    wording = torch.tensor(tokenizer.convert_tokens_to_ids(puzzles.WORDING_WORDS))
+    vocabulary = tokenizer.get_vocab()  # of most policies without the fillers
+    words = {*puzzles.WORDING_WORDS, *puzzles.FILLERS} & vocabulary.keys()
+    wording = torch.tensor(sorted(map(vocabulary.get, words)), device=rollout.ids.device)
     tokens = tokens & ~torch.isin(rollout.ids, wording)
     return update(policy, optimizer, rollout, tokens, args, stage)
 
