@@ -111,18 +111,19 @@ EQUAL_KL = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
 EQUAL_KL["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
 
 # A language model made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py).
-WORDY_JOB = f"--model {{wordy}} --people 2 {ONLY_TRAINING}"
+WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --save-every 0 {ONLY_TRAINING}"
 WORDY = {
     f"{name}, wordy": f"{flags} {WORDY_JOB}".strip()
     for name, flags in {
         "GRPO": "",
-        TWO: BASE[TWO],
-        "random split": "--eta 0.5 --variant random-split",
         "Lopti": BASE["Lopti"],
-        REVERSED: BASE[REVERSED],
-        "AR": BASE["AR"],
-        "AR α = 1": BASE["AR α = 1"],
         "AR α = 1, without bias": f"{BASE['AR α = 1']} --without-bias",
+        TWO: BASE[TWO],
+        "AR α = 1": BASE["AR α = 1"],
+        "Lopti, two optimizers": "--eta 0.5 --variant two-optimizers",
+        "AR": BASE["AR"],
+        "random split": "--eta 0.5 --variant random-split",
+        REVERSED: BASE[REVERSED],
         "GRPO, without wording": "--variant without-wording",  # an oracle
     }.items()
 }
@@ -158,7 +159,8 @@ QUESTIONS = {  # a queue for each core: (method, seed), in order of importance
     "long": runs_of(range(2), *LONG),
     "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *TEN_SEEDS)],
     "equal KL": runs_of(range(20, 30), *EQUAL_KL),
-    "wordy": runs_of(range(10), *WORDY),
+    "wordy": [*runs_of(range(5), *list(WORDY)[:7]), *runs_of(range(5), *list(WORDY)[7:])]
+    + runs_of(range(5, 10), *WORDY),
 }
 
 SETTINGS = "--eval-every 6 --eval-samples 2"
