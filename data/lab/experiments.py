@@ -1,13 +1,13 @@
 """Run the laboratory: the training runs behind RESULTS.md. results/DESIGN.md says why.
 
     python data/lab/experiments.py --question bias --results my.jsonl --jobs 2   # two at a time
-    python data/lab/experiments.py --question bias --results my.jsonl --list     # only the commands
-    python data/lab/experiments.py --again "AR α = 0.6"   # commands of runs on record, any method
+    python data/lab/experiments.py --question bias --list     # only print what is still to be run
+    python data/lab/experiments.py --again "AR α = 0.6" 80/20 # commands of these runs on record
 
 Each run is a process of its own, lopti.py or one of its variants.py. When it ends its line is
 appended to the results, with all its settings. The same command goes on where it was stopped.
-analysis.py makes the tables of these lines, plot.py the pictures. On record are also methods that
-answer no question any more; the code of their variants is at commit 137e142.
+analysis.py makes the tables of these lines, plot.py the pictures. Runs on record that belong to no
+question any more have their settings in their lines; their variants are at commit 137e142.
 """
 
 import argparse
@@ -28,36 +28,26 @@ RESULTS = HERE / "results" / "runs.jsonl"
 
 # ---- The plan: name in tables → flags. Everything else is the default job.
 
-EVALUATED = "--eval-every 6 --eval-samples 2"  # unless a method says otherwise
+SETTINGS = "--eval-every 6 --eval-samples 2"
 SHORT = "--eval-every 0"  # evaluated before and after training only
 ONLY_TRAINING = "--eval-every 0 --eval-size 1 --eval-samples 1"  # on two puzzles: no table reads it
 TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
-PAPER = {"AR": "--alpha 0.3", "Lopti": "--eta 0.5", "AR + Lopti": "--alpha 0.3 --eta 0.5"}
 METHODS = {
     "GRPO": "",
-    **PAPER,
+    "AR": "--alpha 0.3",
+    "Lopti": "--eta 0.5",
+    "AR + Lopti": "--alpha 0.3 --eta 0.5",
     TWO: "--passes 2",  # as many optimizer steps as Lopti
     REVERSED: "--eta 0.5 --order high-low",
     "high only": "--eta 0.5 --order high",  # only tokens with π ≥ η
     "low only": "--eta 0.5 --order low",
-    **{f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.6, 1)},
-    **{f"Lopti η = {eta}": f"--eta {eta}" for eta in (0.2, 0.8)},
-    "min-p": "--min-p 2.3e-6",
-    "REINFORCE++": "--advantage reinforce++",
-    "REINFORCE++, AR + Lopti": f"--advantage reinforce++ {PAPER['AR + Lopti']}",
-    "STAPO": "--stapo",
-    "80/20": "--top-entropy 0.2",
-    "GRPO, rate × 0.5": "--learning-rate 5e-5",
-    "GRPO, rate × 2": "--learning-rate 2e-4",
+    "AR α = 0.6": "--alpha 0.6",
+    "AR α = 1": "--alpha 1",
     "random split": f"{SHORT} --eta 0.5 --variant random-split",
     "GRPO, half-size mini-batches": f"{SHORT} --mini-batch-size 32",
     "GRPO, without wording": f"{SHORT} --variant without-wording",  # an oracle
     "Lopti, two optimizers": f"{SHORT} --save-every 0 --eta 0.5 --variant two-optimizers",
 }
-TEN = ["GRPO", "Lopti", TWO, REVERSED]
-FIVE = ["AR", "AR + Lopti", "high only", "min-p", "STAPO", "80/20", "GRPO, rate × 0.5"]
-FIVE += ["GRPO, rate × 2", "REINFORCE++", "REINFORCE++, AR + Lopti"]
-THREE = ["low only", "AR α = 0.1", "AR α = 0.6", "AR α = 1", "Lopti η = 0.2", "Lopti η = 0.8"]
 
 
 def also(ending, flags, *names):
@@ -70,10 +60,6 @@ def also(ending, flags, *names):
 # The policy with one wording for each thing.
 PLAIN = also("plain wording", f"--model {{plain}} {SHORT}", TWO, "Lopti", REVERSED, "GRPO")
 NO_MOMENTUM = also("β₁ = 0", f"{SHORT} --variant no-momentum", "GRPO", "Lopti", REVERSED)
-LONG_JOB = """--model {plain} --people 3 4 5 --steps 200 --learning-rate 5e-5 --prompts-per-step 8
-    --mini-batch-size 32 --max-new-tokens 320 --eval-every 20 --eval-size 40
-    --eval-data {work}/long/kk_test.jsonl"""
-LONG = also("long", LONG_JOB, "GRPO", "Lopti", TWO, REVERSED, "AR", "AR + Lopti")
 BIAS_JOB = f"{ONLY_TRAINING} --without-bias"
 WITHOUT_BIAS = also("without bias", BIAS_JOB, "AR α = 1", "AR α = 0.6", "AR", "high only")
 WITHOUT_BIAS += also("without bias", BIAS_JOB, "Lopti, two optimizers", REVERSED, "Lopti")
@@ -108,9 +94,9 @@ def runs_of(seeds, *methods):
 SOME = [name for name in WITHOUT_BIAS if " only" not in name]
 QUESTIONS = {  # (method, seed), in order of importance
     "methods": [
-        *runs_of(range(10), *TEN),
-        *runs_of(range(5), *FIVE),
-        *runs_of(range(3), *THREE),
+        *runs_of(range(10), "GRPO", "Lopti", TWO, REVERSED),
+        *runs_of(range(5), "AR", "AR + Lopti", "high only"),
+        *runs_of(range(3), "low only", "AR α = 0.6", "AR α = 1"),
     ],
     "split or step": [
         *runs_of(range(10), *PLAIN),
@@ -120,7 +106,6 @@ QUESTIONS = {  # (method, seed), in order of importance
     "equal KL": runs_of(range(20, 30), *NEW_SEEDS),
     "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *SOME)],
     "wordy": runs_of(range(10), *WORDY),
-    "long": runs_of(range(2), *LONG),
     "SmolLM2": runs_of(range(1, 6), *SMOLLM2),
 }
 POLICIES = {  # folder → how it is made
@@ -129,7 +114,6 @@ POLICIES = {  # folder → how it is made
     "smollm2": "data/lab/real_model.py",
 }
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
-HELD_OUT_LONG = "--people 3 4 5 --train 0 --test 40 --seed 20261123"
 
 
 def shown(method):
@@ -158,8 +142,8 @@ def command_of(method, seed, args):
     command = ["python", "data/lab/variants.py" if variant else "lopti.py"]
     if (folder / "checkpoints").exists():
         return folder, [*command, *["--variant", variant] * bool(variant), "--resume", str(folder)]
-    flags = f"{EVALUATED} --eval-data {args.work / 'kk_test.jsonl'} " + METHODS[method].format(
-        work=args.work, **{policy: getattr(args, policy) for policy in POLICIES}
+    flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} " + METHODS[method].format(
+        **{policy: getattr(args, policy) for policy in POLICIES}
     )
     flags += f" --seed {seed} --output {args.work} --name {name}"
     return folder, [*command, *shlex.split(flags)]
@@ -221,17 +205,7 @@ def result_line(method, seed, folder):
         del config[name]
     files = [name for name in ("model", "data", "eval_data") if config[name]]
     config |= {name: Path(config[name]).name for name in files}
-    evaluations = [
-        {"step": row["step"]}
-        | {  # without the intervals
-            size: {
-                name: float(value[0] if isinstance(value, list) else value)
-                for name, value in measures.items()
-            }
-            for size, measures in row["table"].items()
-        }
-        for row in read_lines(folder / "evaluations.jsonl")
-    ]
+    evaluations = read_lines(folder / "evaluations.jsonl")
     steps = read_lines(folder / "metrics.jsonl")
     return {
         "method": method,
@@ -239,7 +213,7 @@ def result_line(method, seed, folder):
         "policy": hashlib.sha256(weights).hexdigest()[:12],
         "variant": variant_of(method),
         "config": config,
-        "evaluations": evaluations,
+        "evaluations": [{"step": row["step"], **row["table"]} for row in evaluations],
         "metrics": {
             name: [float(step.get(name, 0.0)) for step in steps]
             for name in KEPT
@@ -265,17 +239,6 @@ def run(entry, args):
             stream.write(line + "\n")
 
 
-def make_held_out(args):
-    """The held-out puzzles; with --list the commands that make them."""
-    for folder, flags in ((args.work, HELD_OUT), (args.work / "long", HELD_OUT_LONG)):
-        command = f"data/make/puzzles.py {flags} --folder {folder}"
-        if args.list:
-            print(f"python {command}")
-        elif not (folder / "kk_test.jsonl").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, check=True)
-
-
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -289,13 +252,13 @@ def main():
         folder = ROOT / (policy if policy == "smollm2" else f"data/tiny-{policy}")
         add(f"--{policy}", type=Path, default=folder, help=f"a policy's folder, made by {how}")
     add("--list", action="store_true", help="print the commands and stop")
-    add("--again", metavar="METHOD", help="print the commands of its runs on record and stop")
+    add("--again", nargs="+", metavar="METHOD", help="print commands of runs on record and stop")
     args = parser.parse_args()
     for name in ("work", *POLICIES):
         setattr(args, name, getattr(args, name).resolve())
     record = read_lines(args.results)
     if args.again:
-        lines = [line for line in record if args.again in (line["method"], shown(line["method"]))]
+        lines = [line for line in record if shown(line["method"]) in map(shown, args.again)]
         return print(*map(command_on_record, lines), sep="\n")
     done = {(shown(line["method"]), line["seed"]) for line in record}
     chosen = [args.question] if args.question else QUESTIONS
@@ -307,9 +270,13 @@ def main():
             todo = [entry for entry in todo if entry not in needing]
             print(f"left out, for {getattr(args, policy)} is not there ({how} makes it): ", end="")
             print(f"{len(needing)} runs")
-    make_held_out(args)
+    held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
+        print(f"python {held_out}")
         return print(*(shlex.join(command_of(*entry, args)[1]) for entry in todo), sep="\n")
+    if not (args.work / "kk_test.jsonl").exists():
+        args.work.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, *shlex.split(held_out)], cwd=ROOT, check=True)
     pool = ThreadPoolExecutor(args.jobs)
     try:  # after Ctrl-C those under way save a checkpoint, no other starts
         for future in [pool.submit(run, entry, args) for entry in todo]:
