@@ -9,6 +9,7 @@ First come the paper's equations with numbers done by hand, for a port to copy.
 import argparse
 import copy
 import doctest
+import importlib
 import io
 import itertools
 import json
@@ -39,7 +40,6 @@ import torch
 import transformers
 from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
-from scipy import stats
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -50,17 +50,21 @@ ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "data" / "tiny"
 sys.path[:0] = [str(ROOT / "data" / folder) for folder in ("make", "lab")]
 
-import analysis
-import diagnose
 import experiments
 import golden
-import plot
 import puzzles
-import real_model
 import theory
-import tokens as pages
-import variants
-import world
+
+MORE = [name for name in ("matplotlib", "scipy") if not importlib.util.find_spec(name)]
+why = f"no {' and '.join(MORE)}: pip install -r data/lab/requirements.txt"
+laboratory = pytest.mark.skipif(bool(MORE), reason=why)
+if not MORE:
+    import analysis
+    import diagnose
+    import plot
+    import tokens as pages
+    import world
+    from scipy import stats
 
 slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
@@ -1662,6 +1666,7 @@ def page_data(flags, path):
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
+@laboratory
 def test_the_token_pages_numbers(tmp_path, monkeypatch):
     """Each by hand from the plain distribution; the change of log π from an update of our own."""
     batches = []
@@ -1692,6 +1697,7 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
         assert likeliest == [TOKENIZER.batch_decode(top[:, None]) for top in pi.topk(5).indices]
 
 
+@laboratory
 def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     """HTML in a prompt and a solution, no chat template, a truncated answer of one token."""
     html = "</script><b>&amp; <!--"
@@ -1708,69 +1714,82 @@ def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
 
 # ------------------------------------------------------------- laboratory, report, documentation
 
-OUTCOMES = ("avg@2", "reward", "greedy", "cut", "length")
 
-
-def line_of(method, seed, *accuracies, training=(0.0,)):
+def line_of(method, seed, *sampled, training=(0.0,)):
     """A line of runs.jsonl with these evaluations on 2 people, half of them on 3."""
     evaluations = [
-        {"step": number, "2": dict.fromkeys(OUTCOMES, x), "3": dict.fromkeys(OUTCOMES, x / 2)}
-        for number, x in enumerate(accuracies)
+        {
+            "step": step,
+            **{size: {"avg@2": [x / i], "greedy": 0.0} for i, size in ((1, "2"), (2, "3"))},
+        }
+        for step, x in enumerate(sampled)
     ]
-    metrics = {"accuracy": [0.0, *training], "entropy": [1.0], "reward": [0.0, *training]}
+    metrics = {"accuracy": [0.0, *training], "kl": [0.0] * 2}
     return {"method": method, "seed": seed, "evaluations": evaluations, "metrics": metrics}
 
 
-def test_the_laboratorys_statistics():
-    """Dunnett's blood counts, Holm's correction by hand, scipy on the same numbers."""
-    draw = random.Random(0).gauss
-    groups = {name: [draw(0, 1) for _ in range(6)] for name in "abcd"}
-    variance = statistics.mean(map(statistics.variance, groups.values()))
-    counts = {"A": [9.76, 8.80, 7.68, 9.36], "B": [12.80, 9.68, 12.16, 9.20, 10.55]}
-    found = analysis.against([7.40, 8.50, 7.20, 8.24, 9.84, 8.32], counts)
-    assert [p for *_, p in found.values()] == pytest.approx([0.620, 0.006], abs=5e-4)
-    (_, half, _), (_, other, _) = analysis.pooled(groups, [("a", "d"), ("a", "b")])
-    assert half == other == pytest.approx(2.086 * math.sqrt(variance * 2 / 6), rel=1e-4)
-    two = {name: groups[name] for name in "ad"}
-    [(difference, half, p)] = analysis.pooled(two, [("a", "d")])
-    test = stats.ttest_ind(*two.values())
-    expected = (*test.confidence_interval(), test.pvalue)
-    assert (difference - half, difference + half, p) == pytest.approx(expected)
+@laboratory
+def test_the_laboratorys_comparisons():
+    """Series of seeds are merged, runs paired by seed, the first evaluation left out; Holm."""
+    lines = [line_of("GRPO", seed, 9, 0.4, 0.6, 0.8, training=[seed / 8]) for seed in range(3)]
+    lines += [line_of("Lopti", 0, 9, 0.8, training=[0.5])]
+    lines += [line_of("Lopti, seeds 5 to 9", seed, 9, 0.8, training=[0.5]) for seed in (2, 1, 7)]
+    lines += [line_of("AR", 0, 9, 0.8), line_of("80/20", 2), line_of("80/20", 1, training=[0.125])]
+    frame = analysis.run_frame(lines)
+    grpo, lopti_runs = (frame[frame.method == name] for name in ("GRPO", "Lopti"))
+    assert grpo["sampled accuracy"].tolist() == pytest.approx([0.75 * 0.7] * 3)
+    assert len(lopti_runs) == 4 and lopti_runs["sampled accuracy"].eq(0.75 * 0.8).all()
+    pairs = analysis.minus("GRPO", "Lopti", "AR", "80/20")
+    found = analysis.differences(frame, pairs, analysis.WHOLE)
+    assert list(found) == [("Lopti", "GRPO"), ("80/20", "GRPO")]  # of AR there is one run
+    values, mean, half, p = found["Lopti", "GRPO"]
+    assert values.to_dict() == pytest.approx({0: 0.5, 1: 0.375, 2: 0.25})
+    tests = [stats.ttest_rel([0.5] * 3, [0, 1 / 8, 2 / 8]), stats.ttest_1samp([0.0, -0.25], 0)]
+    assert (mean - half, mean + half) == pytest.approx(tuple(tests[0].confidence_interval()))
+    assert (p, found["80/20", "GRPO"][-1]) == pytest.approx((2 * tests[0].pvalue, tests[1].pvalue))
     corrected = analysis.holm([0.04, 0.01, 0.02, 0.05, 0.03])
     assert corrected == pytest.approx([0.09, 0.05, 0.08, 0.09, 0.09])
 
 
-def test_the_laboratorys_outcomes_and_families():
-    """Series of seeds are merged, runs paired by seed, the first evaluation left out."""
-    lines = [line_of("GRPO", seed, 9, 0.4, 0.6, 0.8, training=[seed / 8]) for seed in range(3)]
-    lines += [line_of("Lopti", 0, 9, 0.8, training=[0.5])]
-    lines += [line_of("Lopti, seeds 5 to 9", seed, 9, 0.8, training=[0.5]) for seed in (2, 1, 7)]
+@laboratory
+def test_the_laboratorys_tables_with_few_runs(tmp_path):
+    """Accuracy at equal KL by hand; what has no runs is left out; marks in a page are replaced."""
+    slow_kl, fast_kl = ([i / scale for i in range(9)] for scale in (200, 100))
+    runs = {"GRPO": (slow_kl, 0.0), "Lopti": (fast_kl, 0.1), "AR": (slow_kl, 0.1)}
+    lines = [
+        line_of(name, seed, 0.1, 0.5) | {"metrics": {"kl": kl, "accuracy": [x + ahead for x in kl]}}
+        for name, (kl, ahead) in runs.items()
+        for seed in range(2)
+    ]
     frame = analysis.run_frame(lines)
-    grpo, lopti_runs = (frame[frame.method == name] for name in ("GRPO", "Lopti"))
-    assert grpo["sampled accuracy"].tolist() == pytest.approx([0.75 * 0.7] * 3)
-    assert len(lopti_runs) == 4 and lopti_runs["mean over training"].eq(0.75 * 0.8).all()
-    pair = ("Lopti", "GRPO")
-    values, mean, half, p = analysis.family(frame, [pair, ("AR", "GRPO")])[pair]
-    assert values.to_dict() == pytest.approx({0: 0.5, 1: 0.375, 2: 0.25})
-    test = stats.ttest_rel([0.5] * 3, [0, 1 / 8, 2 / 8])
-    expected = (*test.confidence_interval(), test.pvalue)
-    assert (mean - half, mean + half, p) == pytest.approx(expected)
-    assert "| more " in analysis.family_table(frame, [pair])
-    assert analysis.family_table(frame, [("AR", "GRPO")]).count("\n") == 1  # partial data
-    long = [line_of(f"{name}, long", 0, 0, 0.5, training=[3.0]) for name in pair]
-    table = analysis.long_table(long, steps=(1,))
-    assert [row.split()[5] for row in table.splitlines()[2:]] == ["0.375"] * 2
+    for name in ("Lopti", "AR"):
+        values = analysis.by_seed(frame, name, "GRPO", analysis.EQUAL_KL)
+        assert values.tolist() == pytest.approx([0.1, 0.2])
+    made = analysis.tables(lines)
+    assert made["equal KL, on record"].count("\n") == 3 and made["wordy"].count("\n") == 1
+    assert "## wordy" not in analysis.pages(made | {"without bias, in short": ""})[analysis.TABLES]
+    page = "a\n<!-- methods -->\nold\n<!-- end -->\nb"
+    assert analysis.with_tables(page, {"methods": "new"}) == page.replace("old", "new")
+    figure = plot.draw_two_views(lines, ("GRPO", "Lopti"))
+    assert figure and plot.draw_two_views(lines, ("GRPO", "80/20")) is None
 
 
 @slow
-def test_the_laboratorys_commands_and_tables():
+@laboratory
+def test_the_laboratorys_commands_and_tables(tmp_path):
     """lopti.py takes the flags of every run; the tables are those of the runs."""
-    for flags in experiments.METHODS.values():
-        flags = re.sub(r"--(variant|set) \S+", "", flags.format(plain="A", wordy="B", work="C"))
-        arguments(f"{experiments.SETTINGS} {flags}")
-    arguments(real_model.SETTINGS)
-    made = analysis.tables(experiments.read_lines(experiments.RESULTS))
-    for path, text in analysis.pages(made).items():
+    folders = {name: tmp_path for name in ("work", *experiments.POLICIES)}
+    for method in experiments.METHODS:
+        _, command = experiments.command_of(method, 3, SimpleNamespace(**folders))
+        arguments(re.sub(r"--variant \S+", "", " ".join(command[2:])))
+    record = experiments.read_lines(experiments.RESULTS)
+    for line in record:
+        if "config" in line:
+            command = experiments.command_on_record(line).split()
+            args = arguments(re.sub(r"--variant \S+", "", " ".join(command[2:])))
+            same = {"alpha", "eta", "passes", "steps", "people", "learning_rate", "seed"}
+            assert all(getattr(args, name) == line["config"][name] for name in same)
+    for path, text in analysis.pages(analysis.tables(record)).items():
         assert path.read_text(encoding="utf-8") == text
 
 
@@ -1921,6 +1940,7 @@ SMALL_BATCH = ["--people", "2", "--prompts-per-step", "2", "--max-new-tokens", "
 SMALL_BATCH += ["--dtype", "float32"]
 
 
+@laboratory
 def test_diagnose_gradients_against_autograd_and_as_sketches():
     """Pieces add up, Eq. 4's part, biases: response by response. Sketches within their error."""
     torch.manual_seed(0)
@@ -1947,6 +1967,7 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
     assert (abs(dots - exact) < 5 * (squares / diagnose.BUCKETS) ** 0.5).all()
 
 
+@laboratory
 def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     torch.manual_seed(0)
     vectors = torch.randn(5, 7, 20, dtype=torch.float64) + 1
@@ -1966,9 +1987,11 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
         diagnose.main([*SMALL_BATCH, "--batches", "3"])
 
 
-@pytest.mark.parametrize("of", [world.World(wording=32), world.World(wording=0), world.GOOD])
-def test_the_designed_worlds_gain_what_the_theorem_predicts(of):
+@laboratory
+@pytest.mark.parametrize("dial", [{"wording": 32}, {"wording": 0}, None])
+def test_the_designed_worlds_gain_what_the_theorem_predicts(dial):
     """A small step in a table of logits, by lopti's own loss; without wording nothing changes."""
+    of = world.World(**dial) if dial else world.GOOD
     torch.set_default_dtype(torch.float64)
     try:
         for method in ("AR, α = 1", "Lopti"):
@@ -2000,7 +2023,6 @@ def test_the_notebook_is_as_it_runs(monkeypatch):
 
 
 SCRIPTS = ["make/properties.py --puzzles 8 --batches 1 --temperatures 1"]
-SCRIPTS += ["lab/benchmark.py --rounds 1 --prompts-per-step 2 --max-new-tokens 40"]
 
 
 @slow
@@ -2010,6 +2032,7 @@ def test_measuring_scripts_run(script):
     subprocess.run([sys.executable, ROOT / "data" / file, *flags], check=True)
 
 
+@laboratory
 def test_plot_draws_run_folders(finished_run, monkeypatch, tmp_path):
     values = [row["reward"] for row in read_jsonl(finished_run / "metrics.jsonl")]
     assert list(plot.draw([finished_run]).axes[0].lines[0].get_ydata()) == values
@@ -2018,11 +2041,11 @@ def test_plot_draws_run_folders(finished_run, monkeypatch, tmp_path):
     assert plot.main() in (None, 0) and Path("plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-MODULES = [lopti, rewards, experiments, analysis, plot, theory, variants, real_model]
+MODULES = ["lopti", "rewards", "experiments", "theory", "variants", "real_model"]
+MODULES += [pytest.param(name, marks=laboratory) for name in ("analysis", "plot")]
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_in_docstrings(module):
-    result = doctest.testmod(module)
-    assert not result.failed
-    assert result.attempted or module is experiments
+    result = doctest.testmod(importlib.import_module(module))
+    assert result.attempted and not result.failed

@@ -11,7 +11,6 @@ fewer than two seeds in common is left out, so the tables grow with runs.jsonl.
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import experiments
 import numpy as np
@@ -20,8 +19,7 @@ from experiments import REVERSED, TWO, shown
 from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
-PAGE = FOLDER / "RESULTS.md"
-BEFORE = "before training"
+PAGE, TABLES = FOLDER / "RESULTS.md", FOLDER / "TABLES.md"
 
 # ---- A frame of all runs
 
@@ -58,14 +56,16 @@ def run_frame(lines):
             row |= {SAMPLED: held_out(line, "avg@2"), "greedy": held_out(line, "greedy")}
         rows.append(row)
     columns = ["method", "seed", "metrics", EARLY, WHOLE, SAMPLED, "greedy", KL_END]
-    return pd.DataFrame(rows, columns=columns)
+    return pd.DataFrame(rows, columns=columns).drop_duplicates(["method", "seed"])
+
+
+def column_of_kl(runs):
+    """The KL at sampling, where the metrics of all runs have it; else the mean over each update."""
+    return "rollout/kl" if all("rollout/kl" in metrics for metrics in runs) else "kl"
 
 
 def accuracy_by_kl(metrics, kl="kl"):
-    """A run's KL to the starting policy, never falling, and its accuracy: running means (N,), (N,).
-
-    `kl` is the column: "kl" is the mean over an update, "rollout/kl" is at sampling.
-    """
+    """A run's KL to the starting policy, never falling, and its accuracy: running means, (N,)."""
     mean = np.ones(WINDOW) / WINDOW
     by_step = [np.convolve(metrics[name], mean, "valid") for name in (kl, "accuracy")]
     return np.maximum.accumulate(by_step[0]), by_step[1]
@@ -134,105 +134,87 @@ def differences(frame, pairs, outcome, kl="kl"):
     }
 
 
-# ---- What is compared
+# ---- What is compared: pairs of methods → what DESIGN.md expected, or nothing
+
+BIAS, NEW, PLAIN, WORDY = ", without bias", ", new seeds", ", plain wording", ", wordy"
 
 
-class Comparisons(NamedTuple):
-    caption: str
-    pairs: dict  # (method, compared with) → what DESIGN.md expected
-    outcomes: tuple = (WHOLE, EQUAL_KL)
-    kl: str = "kl"  # the column of the KL
+def minus(other, *methods, ending="", expected=""):
+    """Pairs of each method and another, all with the same ending.
 
-
-def minus(other, *methods, ending=""):
-    """Pairs of each method and another, where nothing was expected.
-
-    >>> minus("GRPO", "AR", ending=", long")
-    {('AR, long', 'GRPO, long'): ''}
+    >>> minus("GRPO", "AR", ending=", wordy")
+    {('AR, wordy', 'GRPO, wordy'): ''}
     """
-    return {(f"{method}{ending}", f"{other}{ending}"): "" for method in methods}
+    return {(f"{method}{ending}", f"{other}{ending}"): expected for method in methods}
 
 
-BIAS = ", without bias"
-
-
-def without(method, own="", to_grpo=""):
+def without(method, own="not sure", to_grpo=""):
     """A method without its bias: what is expected of it against itself, and against GRPO."""
     return {(f"{method}{BIAS}", method): own, (f"{method}{BIAS}", "GRPO"): to_grpo}
 
 
-PLAIN, NEW, WORDY = ", plain wording", ", new seeds", ", wordy"
-AT = [f", SmolLM2 at {rate}" for rate in experiments.RATES]
-FASTER = f"GRPO, learning rate × √2{NEW}"
+DEFAULT = ("AR", "Lopti", "AR + Lopti", TWO, REVERSED, "high only", "low only", "AR α = 0.1")
+DEFAULT += ("AR α = 0.6", "AR α = 1", "Lopti η = 0.2", "Lopti η = 0.8", "STAPO", "80/20", "min-p")
+DEFAULT += ("REINFORCE++", "GRPO, learning rate × 0.5", "GRPO, learning rate × 2")
 STEPS = ("random split", "GRPO, half-size mini-batches")  # as many as Lopti takes
-ON_RECORD = ("AR", "Lopti", "AR + Lopti", TWO, REVERSED, "high only", "low only", "AR α = 0.1")
-ON_RECORD += ("AR α = 0.6", "AR α = 1", "Lopti η = 0.2", "Lopti η = 0.8", "STAPO", "80/20", "min-p")
-ON_RECORD += ("REINFORCE++", "GRPO, learning rate × 0.5", "GRPO, learning rate × 2")
-COMPARISONS = {
-    "against GRPO": Comparisons(
-        "The default job; sampled accuracy is on held-out puzzles. ![Six methods](training.png)",
-        minus("GRPO", *ON_RECORD),
-        (WHOLE, SAMPLED),
-    ),
-    "split or step": Comparisons(
-        "Lopti against as many plain steps; an AdamW for each pass.",
+FASTER = "GRPO, learning rate × √2"
+COMPARISONS = {  # table → pairs, and outcomes that are not by step and at equal KL
+    "against GRPO": (minus("GRPO", *DEFAULT), (WHOLE, SAMPLED)),
+    "split or step": (
         minus(TWO, "Lopti", *STEPS)
         | minus("Lopti", *STEPS, "Lopti, two optimizers")
         | minus(TWO, "Lopti", ending=PLAIN),
     ),
-    "order": Comparisons(
-        "Lopti against its reverse: varied wording, one for each thing, no momentum.",
+    "order": (
         minus(REVERSED, "Lopti", TWO)
         | minus(REVERSED, "Lopti", TWO, "GRPO", ending=PLAIN)
         | minus(REVERSED, "Lopti", "GRPO", ending=", β₁ = 0"),
         (EARLY, WHOLE, SAMPLED),
     ),
-    "equal KL, on record": Comparisons(
-        "Looked at afterwards: accuracy by step and at equal KL.",
+    "equal KL, on record": (
         minus("GRPO", "AR", "Lopti", TWO, REVERSED, *STEPS, "80/20")
         | minus("GRPO", "Lopti", TWO, REVERSED, ending=PLAIN),
     ),
-    "equal KL, new seeds": Comparisons(
-        "Planned: the same on seeds 20 to 29, with the KL at sampling.",
-        {
-            (f"Lopti{NEW}", f"GRPO{NEW}"): "level; −.06 at equal KL",
-            (f"{TWO}{NEW}", f"GRPO{NEW}"): "level; −.08 at equal KL",
-            (FASTER, f"GRPO{NEW}"): "as Lopti",
-            (f"Lopti{NEW}", FASTER): "level in both",
-            (f"Lopti{NEW}", f"{TWO}{NEW}"): "level",
-        },
-        kl="rollout/kl",
+    "equal KL, new seeds": (
+        minus("GRPO", "Lopti", ending=NEW, expected="level; −.06 at equal KL")
+        | minus("GRPO", TWO, ending=NEW, expected="level; −.08 at equal KL")
+        | minus("GRPO", FASTER, ending=NEW, expected="as Lopti")
+        | minus(FASTER, "Lopti", ending=NEW, expected="level in both")
+        | minus(TWO, "Lopti", ending=NEW, expected="level"),
     ),
-    "without bias": Comparisons(
-        "Planned: the bias of weights by π subtracted.",
+    "without bias": (
         without("AR α = 1", "above +.10", "0 to −.08")
         | without("AR α = 0.6", "", "within .02")
         | without("AR", "within .02")
         | without("high only", "above +.15")
-        | without("Lopti, two optimizers", "not sure")
-        | without(REVERSED, "not sure")
-        | without("Lopti", "not sure")
-        | without("low only", "not sure")
-        | dict.fromkeys(minus("Lopti", REVERSED, ending=BIAS), "0, if the order is the bias"),
+        | without("Lopti, two optimizers")
+        | without(REVERSED)
+        | without("Lopti")
+        | without("low only")
+        | minus("Lopti", REVERSED, ending=BIAS, expected="0, if the order is the bias"),
     ),
-    "wordy": Comparisons(
-        "A policy made so that its unlikely tokens are noise, with the KL at sampling.",
+    "wordy": (
         minus("GRPO", TWO, "random split", "Lopti", REVERSED, "AR", "AR α = 1", ending=WORDY)
-        | minus("GRPO", "AR α = 1, without bias", "GRPO, without wording", ending=WORDY)
-        | minus("Lopti", TWO, "random split", REVERSED, ending=WORDY)
-        | minus("AR α = 1", "AR α = 1, without bias", ending=WORDY),
-        kl="rollout/kl",
+        | minus("GRPO", f"AR α = 1{BIAS}", "GRPO, without wording", ending=WORDY)
+        | minus(TWO, "Lopti", ending=WORDY)
+        | minus("random split", "Lopti", ending=WORDY)
+        | minus(REVERSED, "Lopti", ending=WORDY)
+        | minus("AR α = 1", f"AR α = 1{BIAS}", ending=WORDY),
     ),
-    "SmolLM2": Comparisons(
-        "One-step word problems at three learning rates, 12 steps.",
-        minus("GRPO", "AR", "Lopti", TWO, ending=AT[0])
-        | minus("GRPO", "AR", "Lopti", TWO, ending=AT[1])
-        | minus("GRPO", "AR", "Lopti", TWO, ending=AT[2]),
-        (EARLY,),
+    "SmolLM2, 12 steps": (
+        dict(
+            pair
+            for rate in experiments.RATES
+            for pair in minus("GRPO", "AR", "Lopti", TWO, ending=f", SmolLM2 at {rate}").items()
+        ),
+        (WHOLE,),
     ),
 }
-BIAS_IN_SHORT = {**without("AR α = 1"), **without("AR α = 0.6")}
-BIAS_IN_SHORT |= minus("high only", f"high only{BIAS}")
+IN_SHORT = {
+    **without("AR α = 1"),
+    **without("AR α = 0.6"),
+    ("high only, without bias", "high only"): "",
+}
 
 # ---- Tables
 
@@ -247,33 +229,32 @@ def markdown(rows):
     )
 
 
-def of_runs(values, digits=3):
+def of_runs(values):
     """'0.787 ± 0.014', the mean and the standard deviation of runs; the mean alone for one run."""
     values = values.dropna()
-    deviation = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-    return f"{values.mean():.{digits}f}{deviation}" if len(values) else ""
+    deviation = f" ± {values.std():.3f}" if len(values) > 1 else ""
+    return f"{values.mean():.3f}{deviation}" if len(values) else ""
 
 
-def comparisons_table(frame, compared, only=None):
+def comparisons_table(frame, pairs, outcomes=(WHOLE, EQUAL_KL), only=None):
     """A row for each pair, or for those in `only`: every outcome with its interval and p."""
-    found = {
-        outcome: differences(frame, compared.pairs, outcome, compared.kl)
-        for outcome in compared.outcomes
-    }
-    told, with_kl = any(compared.pairs.values()), EQUAL_KL in compared.outcomes
-    head = [part for outcome in compared.outcomes for part in (outcome, "p (Holm)")]
+    kl = column_of_kl(frame[frame.method.isin({name for pair in pairs for name in pair})].metrics)
+    found = [differences(frame, pairs, outcome, kl) for outcome in outcomes]
+    told, with_kl = any(pairs.values()), EQUAL_KL in outcomes
+    head = [part for outcome in outcomes for part in (outcome, "p (Holm)")]
     rows = [("difference", *["expected"] * told, "seeds", *head, *[KL_END] * with_kl)]
-    for pair, (first, *_) in found[compared.outcomes[0]].items():
-        if only is not None and pair not in only:
-            continue
-        row = [" − ".join(pair), *[compared.pairs[pair]] * told, f"{len(first)}"]
-        for of_pairs in found.values():
+    for pair in [pair for pair in found[0] if only is None or pair in only]:
+        seeds = found[0][pair][0].index
+        row = [" − ".join(pair), *[pairs[pair]] * told, f"{len(seeds)}"]
+        for of_pairs in found:
             values, mean, half, p = of_pairs.get(pair, ((), 0, 0, 0))
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
             row += [text, f"{p:.3f}"] if len(values) else ["", ""]
         if with_kl:
-            sides = [frame[(frame.method == name) & frame.seed.isin(first.index)] for name in pair]
-            ends = [np.mean([run[compared.kl][-1] for run in side.metrics]) for side in sides]
+            sides = [
+                frame[(frame.method == name) & frame.seed.isin(seeds)].metrics for name in pair
+            ]
+            ends = [np.mean([metrics[kl][-1] for metrics in side]) for side in sides]
             row.append(" and ".join(f"{end:.3f}" for end in ends))
         rows.append(row)
     return markdown(rows)
@@ -282,7 +263,7 @@ def comparisons_table(frame, compared, only=None):
 def methods_table(frame):
     """Every method on record; before training what the evaluation of GRPO's policies says."""
     columns = [WHOLE, SAMPLED, "greedy", KL_END]
-    rows = [("method", "runs", *columns)]
+    rows = [("mean ± standard deviation", "runs", *columns)]
     for method, runs in frame.groupby("method", sort=False):
         rows.append((method, f"{len(runs)}", *(of_runs(runs[name]) for name in columns)))
     return markdown(rows)
@@ -290,38 +271,26 @@ def methods_table(frame):
 
 def tables(lines):
     """The tables by name; `lines` are those of runs.jsonl."""
-    untrained = [  # GRPO's policies before training
-        line | {"method": BEFORE, "metrics": {}, "evaluations": line["evaluations"][:1]}
+    frame, bias = run_frame(lines), COMPARISONS["without bias"][0]
+    untrained = [
+        line | {"method": "before training", "metrics": {}, "evaluations": line["evaluations"][:1]}
         for line in lines
         if line["method"] == "GRPO"
     ]
-    frame = run_frame(lines)
-    bias = COMPARISONS["without bias"]
     return {
-        **{name: comparisons_table(frame, compared) for name, compared in COMPARISONS.items()},
-        "without bias, in short": comparisons_table(frame, bias, BIAS_IN_SHORT),
+        **{name: comparisons_table(frame, *compared) for name, compared in COMPARISONS.items()},
         "methods": methods_table(run_frame([*untrained, *lines])),
+        "without bias, in short": comparisons_table(frame, bias, only=IN_SHORT),
     }
 
 
-CAPTIONS = {name: compared.caption for name, compared in COMPARISONS.items()}
-CAPTIONS["methods"] = "Every method on record: mean ± *standard deviation* of its runs."
+HEAD = """# All tables of the laboratory
 
-
-def tables_page(made):
-    """TABLES.md: every table under its name."""
-    head = "`python data/lab/analysis.py --write` makes this page from the `*.jsonl` beside it. A "
-    head += (
-        "difference is *first minus second* by seed; ± is half of a 95 % interval; in brackets, "
-    )
-    head += "how many seeds are above 0. *By step* is accuracy in training from step 2 on. p is "
-    head += "corrected by Holm for the comparisons of its column."
-    parts = [
-        f"## {name}\n\n{caption}\n\n{made[name]}\n"
-        for name, caption in CAPTIONS.items()
-        if made[name].count("\n") > 1  # there are runs for it
-    ]
-    return "\n".join([f"# All tables of the laboratory\n\n{head}\n", *parts])
+`python data/lab/analysis.py --write` makes this page from `runs.jsonl`. A difference is *first
+minus second*, by seed; ± is half of a 95 % interval; in brackets, how many seeds are above 0. p is
+corrected by Holm for its column. *By step* is accuracy in training, the mean from step 2 on;
+*sampled accuracy* is on held-out puzzles, the mean of the last two evaluations.
+"""
 
 
 def with_tables(text, made):
@@ -335,8 +304,10 @@ def with_tables(text, made):
 
 def pages(made):
     """The two pages as they should be: path → text."""
+    shown = {name: table for name, table in made.items() if table.count("\n") > 1}  # has rows
+    parts = [f"## {name}\n\n{table}\n" for name, table in shown.items() if "short" not in name]
     results = with_tables(PAGE.read_text(encoding="utf-8"), made)
-    return {PAGE: results, FOLDER / "TABLES.md": tables_page(made)}
+    return {PAGE: results, TABLES: "\n".join([HEAD, *parts])}
 
 
 if __name__ == "__main__":

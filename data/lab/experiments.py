@@ -78,13 +78,10 @@ SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
 SMOLLM2_JOB = f"""{SMOLLM2_TASK} --kl-coef 0 --prompts-per-step 8 --mini-batch-size 64 --steps 12
     --dtype bfloat16 --save-every 0 --eval-every 0 --eval-size 24 --eval-samples 1"""
 RATES = ("3e-6", "1e-5", "3e-5")
-SMOLLM2 = [
-    name
-    for rate in RATES
-    for name in also(
-        f"SmolLM2 at {rate}", f"{SMOLLM2_JOB} --learning-rate {rate}", "GRPO", TWO, "AR", "Lopti"
-    )
-]
+SMOLLM2 = []
+for rate in RATES:
+    job = f"{SMOLLM2_JOB} --learning-rate {rate}"
+    SMOLLM2 += also(f"SmolLM2 at {rate}", job, "GRPO", TWO, "AR", "Lopti")
 
 
 def runs_of(seeds, *methods):
@@ -108,11 +105,8 @@ QUESTIONS = {  # (method, seed), in order of importance
     "wordy": runs_of(range(10), *WORDY),
     "SmolLM2": runs_of(range(1, 6), *SMOLLM2),
 }
-POLICIES = {  # folder → how it is made
-    "plain": "data/make/pretrain.py --plain",
-    "wordy": "data/make/pretrain.py --filler",
-    "smollm2": "data/lab/real_model.py",
-}
+# Folders of policies: the first two made by data/make/pretrain.py --plain, --filler.
+POLICIES = {"plain": "data/tiny-plain", "wordy": "data/tiny-wordy", "smollm2": "smollm2"}
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
 
 
@@ -248,9 +242,8 @@ def main():
     add("--jobs", type=int, default=1, help="runs at a time, one thread each")
     add("--work", type=Path, default=ROOT / "runs" / "experiments", help="where run folders go")
     add("--results", type=Path, default=RESULTS, help="the file of finished runs")
-    for policy, how in POLICIES.items():
-        folder = ROOT / (policy if policy == "smollm2" else f"data/tiny-{policy}")
-        add(f"--{policy}", type=Path, default=folder, help=f"a policy's folder, made by {how}")
+    for policy, folder in POLICIES.items():
+        add(f"--{policy}", type=Path, default=ROOT / folder, help=f"a policy's folder [{folder}]")
     add("--list", action="store_true", help="print the commands and stop")
     add("--again", nargs="+", metavar="METHOD", help="print commands of runs on record and stop")
     args = parser.parse_args()
@@ -259,17 +252,16 @@ def main():
     record = read_lines(args.results)
     if args.again:
         lines = [line for line in record if shown(line["method"]) in map(shown, args.again)]
-        return print(*map(command_on_record, lines), sep="\n")
+        return print(*(command_on_record(line) for line in lines if "config" in line), sep="\n")
     done = {(shown(line["method"]), line["seed"]) for line in record}
     chosen = [args.question] if args.question else QUESTIONS
     plan = [entry for question in chosen for entry in QUESTIONS[question]]
     todo = [(method, seed) for method, seed in plan if (shown(method), seed) not in done]
-    for policy, how in POLICIES.items():
+    for policy in POLICIES:
         needing = [entry for entry in todo if f"{{{policy}}}" in METHODS[entry[0]]]
         if needing and not getattr(args, policy).exists():
+            print(f"left out: {len(needing)} runs, for there is no {getattr(args, policy)}")
             todo = [entry for entry in todo if entry not in needing]
-            print(f"left out, for {getattr(args, policy)} is not there ({how} makes it): ", end="")
-            print(f"{len(needing)} runs")
     held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
         print(f"python {held_out}")

@@ -20,13 +20,12 @@ import experiments
 import numpy as np
 import pandas as pd
 from analysis import BIAS, WORDY
-from experiments import REVERSED, TWO
+from experiments import TWO
 from matplotlib.figure import Figure
 from style import COLORS
 
 MANY = 5  # seeds for which a band is drawn; of fewer, the single runs
 PICTURES = {  # file → methods
-    "training": ("GRPO", TWO, "AR", "Lopti", "AR + Lopti", REVERSED),
     "equal_kl": ("GRPO", "Lopti", TWO),
     "bias": ("GRPO", "AR α = 1", f"AR α = 1{BIAS}", "high only", f"high only{BIAS}"),
     "wordy": [
@@ -35,7 +34,6 @@ PICTURES = {  # file → methods
     ],
 }
 TITLES = {  # by step, at equal KL
-    "training": ("In training the reverse rises last", "At equal KL none is above GRPO"),
     "equal_kl": ("By step: no measurable difference", "At equal KL: two steps are behind one"),
     "bias": ("Without their bias α = 1 and high only learn", "and stay nearer to the start"),
     "wordy": ("Unlikely tokens are noise: by step", "and at equal KL"),
@@ -67,8 +65,7 @@ def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
     seeds = sorted(set.intersection(*(set(of_method.index) for of_method in runs.values())))
     if len(seeds) < 2:
         return None
-    everywhere = all("rollout/kl" in run for of_method in runs.values() for run in of_method[seeds])
-    kl = "rollout/kl" if everywhere else "kl"
+    kl = analysis.column_of_kl(run for of_method in runs.values() for run in of_method[seeds])
     figure, (by_step, by_kl) = canvas(2, sharey=True)
     for name, of_method in runs.items():
         curves = [analysis.accuracy_by_kl(run, kl) for run in of_method[seeds]]
@@ -80,7 +77,7 @@ def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
         style["linestyle"] = "--" if BIAS in name else "-"
         for axis, (x, values) in views.items():
             mean, half = map(np.array, zip(*map(analysis.interval, zip(*values))))
-            axis.plot(x, mean, label=name, **style)
+            axis.plot(x, mean, label=name.removesuffix(WORDY), **style)
             if len(seeds) >= MANY:
                 band = {"color": style["color"], "alpha": 0.12, "linewidth": 0}
                 axis.fill_between(x, mean - half, mean + half, **band)
@@ -102,12 +99,10 @@ def draw(folders, smooth=1, measure="reward"):
     for folder, color in zip(map(Path, folders), itertools.cycle(COLORS.values())):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         metrics = pd.DataFrame(experiments.read_lines(folder / "metrics.jsonl"))
-        style = {
-            "label": f"{config['method']}, seed {config['seed']} ({folder.name})",
-            "color": color,
-        }
+        label = f"{config['method']}, seed {config['seed']} ({folder.name})"
         for axis, name in zip(axes, (measure, "accuracy")):
-            axis.plot(metrics["step"], running_mean(metrics[name], smooth), **style)
+            values = running_mean(metrics[name], smooth)
+            axis.plot(metrics["step"], values, color=color, label=label)
             axis.set(title=name, xlabel="training step")
         sampled = f"avg@{config['eval_samples']}" if config["eval_samples"] else "greedy"
         for row in experiments.read_lines(folder / "evaluations.jsonl"):

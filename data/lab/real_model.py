@@ -44,7 +44,7 @@ def word_problems(count, seed):
     """Rows {prompt, solution, level} of so many different problems; three in five are additions.
 
     >>> word_problems(1, 0)[0]["solution"]
-    '7'
+    '16'
     """
     rng, rows = random.Random(seed), {}
     while len(rows) < count:
