@@ -1715,17 +1715,14 @@ def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
 # ------------------------------------------------------------- laboratory, report, documentation
 
 
-def line_of(method, seed, *sampled, training=(0.0,)):
+def line_of(method, seed, *sampled, training=(0.0,), kl=(0.0, 0.0)):
     """A line of runs.jsonl with these evaluations on 2 people, half of them on 3."""
-    evaluations = [
-        {
-            "step": step,
-            **{size: {"avg@2": [x / i], "greedy": 0.0} for i, size in ((1, "2"), (2, "3"))},
-        }
-        for step, x in enumerate(sampled)
+    sizes = [
+        {"2": {"avg@2": [x], "greedy": 0.0}, "3": {"avg@2": [x / 2], "greedy": 0.0}}
+        for x in sampled
     ]
-    metrics = {"accuracy": [0.0, *training], "kl": [0.0] * 2}
-    return {"method": method, "seed": seed, "evaluations": evaluations, "metrics": metrics}
+    metrics = {"accuracy": [0.0, *training], "kl": list(kl)}
+    return {"method": method, "seed": seed, "evaluations": sizes, "metrics": metrics}
 
 
 @laboratory
@@ -1752,22 +1749,19 @@ def test_the_laboratorys_comparisons():
 
 
 @laboratory
-def test_the_laboratorys_tables_with_few_runs(tmp_path):
+def test_the_laboratorys_tables_with_few_runs():
     """Accuracy at equal KL by hand; what has no runs is left out; marks in a page are replaced."""
-    slow_kl, fast_kl = ([i / scale for i in range(9)] for scale in (200, 100))
-    runs = {"GRPO": (slow_kl, 0.0), "Lopti": (fast_kl, 0.1), "AR": (slow_kl, 0.1)}
-    lines = [
-        line_of(name, seed, 0.1, 0.5) | {"metrics": {"kl": kl, "accuracy": [x + ahead for x in kl]}}
-        for name, (kl, ahead) in runs.items()
-        for seed in range(2)
-    ]
-    frame = analysis.run_frame(lines)
-    for name in ("Lopti", "AR"):
-        values = analysis.by_seed(frame, name, "GRPO", analysis.EQUAL_KL)
-        assert values.tolist() == pytest.approx([0.1, 0.2])
+    kl = [i / 200 for i in range(9)]
+    lines = [line_of("GRPO", seed, 0.1, 0.5, training=kl[1:], kl=kl) for seed in range(2)]
+    for seed in range(2):  # ahead by .1 at the same KL, which it reaches in half of the steps
+        fast = [2 * x + 0.1 for x in kl[1:]]
+        lines += [line_of("Lopti", seed, 0.1, 0.5, training=fast, kl=[2 * x for x in kl])]
+    lines[-1]["metrics"]["accuracy"][0] = lines[-2]["metrics"]["accuracy"][0] = 0.1
+    values = analysis.by_seed(analysis.run_frame(lines), "Lopti", "GRPO", analysis.EQUAL_KL)
+    assert values.tolist() == pytest.approx([0.1] * 2)
     made = analysis.tables(lines)
-    assert made["equal KL, on record"].count("\n") == 3 and made["wordy"].count("\n") == 1
-    assert "## wordy" not in analysis.pages(made | {"without bias, in short": ""})[analysis.TABLES]
+    assert made["equal KL, on record"].count("\n") == 2 and made["wordy"].count("\n") == 1
+    assert "## wordy" not in analysis.pages(made)[analysis.TABLES]
     page = "a\n<!-- methods -->\nold\n<!-- end -->\nb"
     assert analysis.with_tables(page, {"methods": "new"}) == page.replace("old", "new")
     figure = plot.draw_two_views(lines, ("GRPO", "Lopti"))

@@ -210,11 +210,7 @@ COMPARISONS = {  # table → pairs, and outcomes that are not by step and at equ
         (WHOLE,),
     ),
 }
-IN_SHORT = {
-    **without("AR α = 1"),
-    **without("AR α = 0.6"),
-    ("high only, without bias", "high only"): "",
-}
+IN_SHORT = [*without("AR α = 1"), *without("AR α = 0.6"), *[*without("high only")][:1]]
 
 # ---- Tables
 

@@ -178,19 +178,6 @@ def read_lines(path):
     return [json.loads(line) for line in lines]
 
 
-def rounded(value):
-    """Numbers in nested lists and dictionaries rounded to four significant digits.
-
-    >>> rounded({"a": [1 / 3, 2]})
-    {'a': [0.3333, 2]}
-    """
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(inner) for inner in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 def result_line(method, seed, folder):
     """A finished run in one line: its settings, every step's metrics and every evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -228,9 +215,10 @@ def run(entry, args):
         code = subprocess.run([sys.executable, *command[1:]], check=False, **settings).returncode
     print(f"{folder.name}: " + ("done" if not code else log.read_text()[-500:]), flush=True)
     if not code:
-        line = json.dumps(rounded(result_line(*entry, folder)))
+        line = json.dumps(result_line(*entry, folder))
+        line = json.loads(line, parse_float=lambda digits: float(f"{float(digits):.4g}"))
         with open(args.results, "a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+            stream.write(json.dumps(line) + "\n")
 
 
 def main():
