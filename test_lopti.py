@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import statistics
@@ -55,12 +56,13 @@ import golden
 import puzzles
 import theory
 
-MORE = [name for name in ("matplotlib", "scipy") if not importlib.util.find_spec(name)]
-why = f"no {' and '.join(MORE)}: pip install -r data/lab/requirements.txt"
+MORE = [name for name in ("matplotlib", "scipy", "IPython") if not importlib.util.find_spec(name)]
+why = f"no {', '.join(MORE)}: pip install -r data/lab/requirements.txt"
 laboratory = pytest.mark.skipif(bool(MORE), reason=why)
 if not MORE:
     import analysis
     import diagnose
+    import lecture
     import plot
     import tokens as pages
     import world
@@ -2014,6 +2016,55 @@ def test_the_notebook_is_as_it_runs(monkeypatch):
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     assert list(map(pictures, code)) == expected
+
+
+BOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
+
+
+def test_the_lecture_asks_eleven_questions_and_answers_them():
+    """In at most 30 cells; the answers of questions 0 to 9 stand in outputs, after a picture."""
+    assert len(BOOK["cells"]) <= 30
+    question, seen = None, []
+    for cell in BOOK["cells"]:
+        if headings := re.findall(r"^## (\d+)\.", "".join(cell["source"]), re.MULTILINE):
+            question = int(headings[-1])
+            seen.append(question)
+        pictures = 0
+        for output in cell.get("outputs", ()):
+            pictures += "image/png" in output.get("data", ())
+            if "".join(output.get("data", {}).get("text/markdown", "")).startswith("**Answer.**"):
+                assert pictures
+                seen.append(f"answer to {question}")
+    assert seen == [x for n in range(10) for x in (n, f"answer to {n}")] + [10]
+
+
+@laboratory
+def test_the_lectures_port_has_one_silent_bug(tmp_path):
+    """Exercise 6: wrong only where a token crosses η, and right with the old policy's split."""
+    sources = ("".join(cell["source"]) for cell in BOOK["cells"])
+    [text] = [text for text in sources if "def port(" in text]
+    text = text[text.index("def port(") : text.rindex("lecture.compare")]
+    for mended in (False, True):
+        file = tmp_path / "port.py"
+        file.write_text(text.replace("logprobs.detach()", "old") if mended else text, "utf-8")
+        port = runpy.run_path(file, {"torch": torch})["port"]
+        far = lecture.compare(port).max(axis=1)
+        assert (far["Lopti"] > 0.01) != mended
+        assert far[["GRPO", "AR", "both"]].max() < 1e-12
+
+
+@laboratory
+def test_the_lectures_five_treatments():
+    """Each step of two has its tokens; a random split has the sizes of Lopti's and other tokens."""
+    torch.manual_seed(0)
+    mask = torch.rand(4, 30) < 0.8
+    steps = lecture.treatments(torch.rand(4, 30).log() * mask, mask)
+    low, high = steps["Lopti"]
+    assert steps["reversed Lopti"] == [high, low] and steps["GRPO, two passes"] == [mask, mask]
+    first, second = steps["random split"]
+    assert first.sum() == low.sum() and (first != low).any()
+    for parts in ((low, high), (first, second)):
+        assert torch.equal(parts[0] | parts[1], mask) and not (parts[0] & parts[1]).any()
 
 
 SCRIPTS = ["make/properties.py --puzzles 8 --batches 1 --temperatures 1"]

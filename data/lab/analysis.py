@@ -194,12 +194,18 @@ COMPARISONS = {  # table → pairs, and outcomes that are not by step and at equ
         | minus("Lopti", REVERSED, ending=BIAS, expected="0, if the order is the bias"),
     ),
     "wordy": (
-        minus("GRPO", TWO, "random split", "Lopti", REVERSED, "AR", "AR α = 1", ending=WORDY)
-        | minus("GRPO", f"AR α = 1{BIAS}", "GRPO, without wording", ending=WORDY)
-        | minus(TWO, "Lopti", ending=WORDY)
-        | minus("random split", "Lopti", ending=WORDY)
-        | minus(REVERSED, "Lopti", ending=WORDY)
-        | minus("AR α = 1", f"AR α = 1{BIAS}", ending=WORDY),
+        minus("GRPO", f"AR α = 1{BIAS}", ending=WORDY, expected="ahead")
+        | minus("GRPO", "AR α = 1", ending=WORDY, expected="ahead at first; at equal KL ahead")
+        | minus("GRPO", "AR", ending=WORDY, expected="ahead by less than .02")
+        | minus("GRPO", "Lopti", ending=WORDY, expected="ahead; level or a little ahead")
+        | minus("GRPO", "Lopti, two optimizers", ending=WORDY, expected="not sure")
+        | minus("GRPO", TWO, ending=WORDY, expected="ahead or level; level or behind")
+        | minus("GRPO", "random split", ending=WORDY, expected="as two passes, less; level")
+        | minus("GRPO", REVERSED, ending=WORDY, expected="as Lopti")
+        | minus("GRPO", "GRPO, without wording", ending=WORDY, expected="ahead of all")
+        | minus("AR α = 1", f"AR α = 1{BIAS}", ending=WORDY, expected="ahead at equal KL")
+        | minus(TWO, "Lopti", ending=WORDY, expected="ahead at equal KL")
+        | minus("Lopti", "Lopti, two optimizers", ending=WORDY, expected="ahead at equal KL"),
     ),
     "SmolLM2, 12 steps": (
         dict(

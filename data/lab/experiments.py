@@ -68,9 +68,10 @@ NEW_SEEDS = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
 METHODS["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
 NEW_SEEDS += ["GRPO, rate × √2, new seeds"]
 # A policy made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py --filler).
-WORDY_JOB = f"--model {{wordy}} --people 2 {ONLY_TRAINING}"
-WORDY = also("wordy", WORDY_JOB, "GRPO", TWO, "random split", "Lopti", REVERSED, "AR", "AR α = 1")
-WORDY += also("wordy", WORDY_JOB, "AR α = 1, without bias", "GRPO, without wording")
+WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --save-every 0 {ONLY_TRAINING}"
+WORDY = also("wordy", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO, "AR α = 1")
+WORDY += also("wordy", WORDY_JOB, "Lopti, two optimizers", "AR")
+WORDY_LATER = also("wordy", WORDY_JOB, "random split", REVERSED, "GRPO, without wording")
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
@@ -102,7 +103,11 @@ QUESTIONS = {  # (method, seed), in order of importance
     "order": runs_of(range(3), *NO_MOMENTUM, "Lopti, two optimizers"),
     "equal KL": runs_of(range(20, 30), *NEW_SEEDS),
     "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *SOME)],
-    "wordy": runs_of(range(10), *WORDY),
+    "wordy": [
+        *runs_of(range(5), *WORDY),
+        *runs_of(range(5), *WORDY_LATER),
+        *runs_of(range(5, 10), *WORDY, *WORDY_LATER),
+    ],
     "SmolLM2": runs_of(range(1, 6), *SMOLLM2),
 }
 # Folders of policies: the first two made by data/make/pretrain.py --plain, --filler.

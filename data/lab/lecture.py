@@ -1,220 +1,228 @@
-"""The pictures and tables of notebook.ipynb, so that its cells stay short."""
+"""The pictures of notebook.ipynb, so that its cells stay short.
 
+python data/lab/lecture.py    # results/idea.png: what AR and Lopti do to the pull of a token
+"""
+
+import copy
 import inspect
 import json
-import re
-import statistics
+import sys
+import textwrap
 from pathlib import Path
 
-import analysis
 import matplotlib.pyplot as plt
 import pandas
 import torch
-from experiments import TWO
-from IPython.display import Code
+from IPython.display import Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+from analysis import interval
 from style import COLORS
-from theory import logit_gradient_bounds, logit_gradient_norm
+from theory import logit_gradient_bounds
 
 import lopti
 
-RESULTS = Path(__file__).resolve().parent / "results"
 # From unlikely to likely, in the two colours of the whole project.
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
-BINS = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
+TWO, REVERSED, RANDOM = "GRPO, two passes", "reversed Lopti", "random split"
+METHOD_COLORS = {**COLORS, RANDOM: "#BBBBBB"}
 
 
-def from_page(file):
-    """The tokens of the best answer on a token page, and their π."""
-    text = (RESULTS / file).read_text(encoding="utf-8")
-    held = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
-    answer = held["prompts"][0]["answers"][0]
-    return answer["texts"], answer["tokens"]["pi"]
+def answer(text):
+    """The answer to a chapter's question, below its picture."""
+    plt.show()
+    display(Markdown(f"**Answer.** {text}"))
 
 
-def source(*functions):
-    """The source of functions as lopti.py has it, with highlighting."""
-    return Code("\n\n".join(map(inspect.getsource, functions)), language="python")
+def source(function, first="", last="\0"):
+    """The source of a function, or its lines from the one that holds `first` to that of `last`."""
+    lines = inspect.getsource(function).splitlines()
+    start = next(i for i, line in enumerate(lines) if first in line)
+    stop = next((i + 1 for i, line in enumerate(lines) if i >= start and last in line), None)
+    display(Code(textwrap.dedent("\n".join(lines[start:stop])), language="python"))
 
 
-def answers(rollout, rewards, advantages):
-    """One line for each answer of a group: its last lines, its reward, its advantage."""
-    texts = [re.sub(r"\s+", " ", text.partition("<answer>")[2]) for text in rollout.texts]
-    said = [text.removesuffix("</answer>").strip() or "no answer" for text in texts]
-    columns = {"answer": said, "tokens": rollout.mask.sum(1), "reward R": rewards}
-    return pandas.DataFrame(columns | {"advantage Â": advantages.round(decimals=2)})
+# ---- Tokens and answers
 
 
-def token_sheet(tokens, probabilities, title, width=88, lines=8):
-    """The first lines of an answer, each token on the colour of its probability."""
-    figure, axis = plt.subplots(figsize=(13, 0.55 * lines + 1.2))
-    x = line = 0
-    for token, probability in zip(tokens, probabilities):
-        size = len(token) + 0.7
-        if x + size > width or "\n" in token:
+def token_sheet(tokens, pi, pulls, title, width=78):
+    """An answer: each token on the colour of its π, under it a bar as high as its gradient."""
+    places, x, line = [], 0, 0
+    for token in tokens:
+        if x + len(token) + 1 > width:
             x, line = 0, line + 1
-        if line == lines:
-            break
-        token = token.strip()
-        color = PROBABILITY(probability)
-        axis.add_patch(plt.Rectangle((x, -line - 0.4), size - 0.2, 0.8, color=color))
+        places.append((x, -2.7 * line, len(token) + 0.8))
+        x += len(token) + 1
+    figure, axis = plt.subplots(figsize=(13, 0.85 * (line + 1) + 1.5))
+    for token, (x, y, size), probability, pull in zip(tokens, places, pi, pulls):
+        axis.add_patch(plt.Rectangle((x, y), size, 0.85, color=PROBABILITY(probability)))
         ink = "white" if abs(probability - 0.5) > 0.3 else "black"
-        how = {"ha": "center", "va": "center", "family": "monospace", "fontsize": 14}
-        axis.text(x + (size - 0.2) / 2, -line, token, color=ink, **how)
-        x += size
-    axis.set(xlim=(0, width), ylim=(-min(line, lines - 1) - 0.6, 0.6), title=title)
+        how = {"ha": "center", "va": "center", "family": "monospace", "fontsize": 13}
+        axis.text(x + size / 2, y + 0.4, token, color=ink, **how)
+        color = COLORS["low" if probability < 0.5 else "high"]
+        axis.add_patch(plt.Rectangle((x + size / 2 - 1, y - 0.1), 2, -pull, color=color))
+    axis.set(xlim=(0, width), ylim=(places[-1][1] - 1.6, 1), title=title)
     axis.axis("off")
     scale = plt.cm.ScalarMappable(cmap=PROBABILITY)
-    figure.colorbar(
-        scale, ax=axis, location="bottom", aspect=60, shrink=0.6, label="π of the token"
-    )
+    label = "π of the token, the colour behind it (bars: orange below .5, blue from .5)"
+    figure.colorbar(scale, ax=axis, location="bottom", aspect=60, shrink=0.6, label=label)
 
 
-def in_bins(rollout):
-    """The tokens of each of the four bins of π, (B, L) each."""
-    number = (4 * rollout.old_logprobs.exp()).floor().clamp(max=3)
-    return [rollout.mask & (number == place) for place in range(4)]
+def group(texts, rewards, advantages):
+    """The answers of a group: what each says at its end, its reward, and its Â as a bar."""
+    ends = [text.partition("<answer>")[2].partition("</answer>")[0].split() for text in texts]
+    said = [" ".join(end).replace(" is a", "")[:48] or "no answer" for end in ends]
+    names = [f"{end}   R = {float(reward):g}" for end, reward in zip(said, rewards)]
+    _, axis = plt.subplots(figsize=(12, 4.4))
+    colors = ["#333333" if value > 0 else "#AAAAAA" for value in advantages]
+    bars = axis.barh(range(len(names)), advantages, color=colors)
+    axis.bar_label(bars, [f"{value:+.2f}" for value in advantages], padding=4)
+    axis.set_yticks(range(len(names)), names, fontsize=13)
+    axis.axvline(0, color="black", linewidth=1)
+    axis.margins(x=0.15)
+    axis.set(title="Better than the group: pushed up; worse: pushed down", xlabel="advantage Â")
+    axis.invert_yaxis()
 
 
-def bin_shares(rollout):
-    return [float(tokens.sum() / rollout.mask.sum()) for tokens in in_bins(rollout)]
-
-
-def mean_shares(lines):
-    """The same, over the batches of real_model_figures.jsonl."""
-    figures = [line["figure_1"] for line in lines if "figure_1" in line]
-    total = sum(figure["tokens"] for figure in figures)
-    weighted = [
-        [figure["tokens"] * value / total for value in figure["share"]] for figure in figures
-    ]
-    return [sum(values) for values in zip(*weighted)]
-
-
-def shares(policies):
-    """The share of tokens in each bin of π, {name: shares}, as grouped bars."""
-    _, axis = plt.subplots(figsize=(11, 4.5))
-    colors = ("#222222", "#777777", "#BBBBBB")
-    for number, (name, values) in enumerate(policies.items()):
-        places = [place + 0.27 * (number - 1) for place in range(4)]
-        bars = axis.bar(places, values, 0.25, label=name, color=colors[number])
-        axis.bar_label(bars, [f"{100 * value:.0f}" for value in values], fontsize=14)
-    axis.set(
-        title="One token in five is unlikely, as in a language model", ylabel="share of tokens"
-    )
-    axis.set_xticks(range(4), BINS)
-    axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.legend()
-
-
-@torch.no_grad()
-def cone(policy, rollout):
-    """‖∇_z log π‖ of every token of some answers, between the bounds of Prop. 4.2."""
-    logits = lopti.token_logits(policy, rollout.ids, rollout.mask, temperature=1.0)
-    norms = logit_gradient_norm(logits, rollout.ids[rollout.mask])
-    pi = rollout.old_logprobs[rollout.mask].exp()
+def cone(pi, norms, vocabulary_size):
+    """‖∇_z log π‖ of every token, between the bounds of Prop. 4.2."""
     grid = torch.linspace(0, 1, 100)
-    lower, upper = logit_gradient_bounds(grid, logits.shape[-1])
-    _, axis = plt.subplots(figsize=(11, 5))
-    axis.fill_between(
-        grid, lower, upper, color=COLORS["GRPO"], alpha=0.25, label="Prop. 4.2 allows"
-    )
-    axis.scatter(pi, norms, s=18, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
-    axis.plot([], [], "o", color=COLORS["low"], label="a token of the eight answers")
+    _, axis = plt.subplots(figsize=(11, 4.8))
+    allowed = {"color": COLORS["GRPO"], "alpha": 0.25, "label": "Prop. 4.2 allows"}
+    axis.fill_between(grid, *logit_gradient_bounds(grid, vocabulary_size), **allowed)
+    axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
+    axis.plot([], [], "o", color=COLORS["low"], label="a sampled token, coloured by its π")
     axis.set(title="The less likely a token, the larger its gradient", xlabel="π of the token")
     axis.set_ylabel("‖∇ log π‖ at the logits")
     axis.legend()
 
 
-def weights(alpha):
-    """How much a token can pull, (1-π)·|Â|, before and after Eq. 4."""
-    pi = torch.linspace(0.001, 1, 200)
-    before = 1 - pi
+def bars(groups, colors, title, ylabel, digits=2):
+    """Grouped bars. groups: {group: {bar: value or (value, half of its interval)}}."""
+    _, axis = plt.subplots(figsize=(12, 4.6))
+    names = list(next(iter(groups.values())))
+    for number, name in enumerate(names):
+        pairs = [values[name] for values in groups.values()]
+        values, halves = zip(*(pair if isinstance(pair, tuple) else (pair, 0) for pair in pairs))
+        places = [place + 0.8 * (number + 0.5) / len(names) - 0.4 for place in range(len(groups))]
+        look = {"label": name, "color": colors[name], "capsize": 4}
+        errors = halves if any(halves) else None
+        shown = axis.bar(places, values, 0.75 / len(names), yerr=errors, **look)
+        axis.bar_label(shown, [f"{value:.{digits}f}" for value in values], fontsize=11, padding=3)
+    axis.set_xticks(range(len(groups)), groups)
+    axis.axhline(0, color="black", linewidth=1)
+    axis.margins(y=0.1)
+    axis.set(title=title, ylabel=ylabel)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
+
+
+def pulls(alpha=0.3, eta=0.5):
+    """The pull of a token with |Â| = 1 by its π: AR lowers it, Lopti updates it in two passes."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), sharey=True)
+    pi = torch.linspace(0.001, 1, 400)
+    before = 1 - pi  # the size of its gradient, up to a factor between 1 and √2
     after = lopti.reweight_advantages(before, pi.log(), alpha)
-    _, axis = plt.subplots(figsize=(11, 4.8))
-    axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
-    axis.plot(pi, after, color=COLORS["AR"], label=f"AR: (1 − π)·[{alpha}π + {1 - alpha:.1f}]")
-    axis.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.25)
-    axis.set(title="AR takes from the unlikely tokens, and little from the likely ones")
-    axis.set(xlabel="π of the token", ylabel="pull of a token with |Â| = 1")
-    axis.legend()
-
-
-def passes(words, rows, title):
-    """The π of each word after each pass, {pass: (π of each word)}, as lines."""
-    _, axis = plt.subplots(figsize=(11, 4.8))
-    colors = (COLORS["high"], COLORS["low"], "#A63603")
-    for word, color, values in zip(words, colors, zip(*rows.values())):
-        axis.plot(list(rows), values, "o-", color=color, markersize=9, label=word)
-        for number, value in enumerate(values):
-            axis.annotate(f"{value:.2f}", (number, value + 0.04), color=color, fontsize=14)
-    axis.set(title=title, ylabel="π", ylim=(0, 1))
-    axis.legend(loc="center right")
-
-
-def clip_cases(clip_low=0.2, clip_high=0.24, clip_dual=10.0):
-    """What one token adds to the objective by its ratio, for Â = 1 and for Â = -1."""
-    _, axes = plt.subplots(1, 2, figsize=(14, 4.8))
-    ratio = torch.linspace(0.4, 1.6, 400).requires_grad_()
-    for axis, advantage, color in zip(axes, (1.0, -1.0), (COLORS["high"], COLORS["low"])):
-        old = torch.zeros(1, 1)
-        values = [
-            -lopti.policy_loss(r.log().view(1, 1), old, old + advantage, old == 0)[0] for r in ratio
-        ]
-        values = torch.stack(values)
-        (slope,) = torch.autograd.grad(values.sum(), ratio)
-        learns, values, places = slope != 0, values.detach(), ratio.detach()
-        axis.plot(places[~learns], values[~learns], color=COLORS["GRPO"], label="no gradient")
-        axis.plot(places[learns], values[learns], ".", color=color, label="gradient")
-        axis.axvline(1, color="black", linewidth=1, linestyle=":")
-        axis.set(xlabel="ratio r = π_θ / π_old", ylabel="objective")
-        axis.set_title(
-            f"Â = {advantage:+.0f}: "
-            + ("enough above 1.24" if advantage > 0 else "enough below 0.80")
-        )
+    left.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
+    left.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
+    left.set(
+        title="AR: the unlikely tokens pull less", ylabel="pull of a token, |Â| = 1", ylim=(0, 1.05)
+    )
+    low, _ = lopti.split_tokens(pi.log(), torch.ones_like(pi, dtype=torch.bool), eta)
+    for name, tokens, pass_of in (("low", low, "first"), ("high", ~low, "second")):
+        label = f"{pass_of} pass: π {'<' if name == 'low' else '≥'} {eta}"
+        right.fill_between(pi[tokens], before[tokens], color=COLORS[name], alpha=0.6, label=label)
+    right.set(title=f"Lopti, η = {eta}: they get a pass of their own")
+    for axis in (left, right):
+        axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
+        axis.set(xlabel="π of the token", xlim=(0, 1))
         axis.legend()
+    return figure
 
 
-def training_curves(runs, methods, title):
-    """Accuracy in training by step, mean over seeds, smoothed over three steps."""
-    _, axis = plt.subplots(figsize=(12, 5.5))
-    for method in methods:
-        named = [run for run in runs if analysis.shown(run["method"]) == method]
-        curves = [run["metrics"]["accuracy"] for run in named]
-        mean = [statistics.mean(values) for values in zip(*curves)]
-        smooth = [statistics.mean(mean[max(0, i - 1) : i + 2]) for i in range(len(mean))]
-        steps = range(1, len(mean) + 1)
-        axis.plot(steps, smooth, color=COLORS[method], label=method)
-    axis.set(title=title, xlabel="training step", ylabel="right answers", ylim=(0.3, 0.9))
-    axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.legend(loc="lower right")
+def treatments(old_logprobs, mask, eta=0.5):
+    """What each optimizer step updates: name → masks (B, L), one for each step."""
+    low, high = lopti.split_tokens(old_logprobs, mask, eta)
+    drawn = low[mask][torch.randperm(int(mask.sum()))]  # as many tokens as in `low`
+    first = torch.zeros_like(mask).masked_scatter(mask, drawn)
+    steps = {"GRPO": [mask], TWO: [mask, mask], "Lopti": [low, high], REVERSED: [high, low]}
+    return {**steps, RANDOM: [first, mask & ~first]}
 
 
-def results(runs):
-    """The paper's accuracy and ours, by method: means ± standard deviations over seeds."""
-    paper = {"GRPO": 0.39, "AR": 0.53, "Lopti": 0.54, "AR + Lopti": 0.57, TWO: "not run"}
-    frame, table = analysis.run_frame(runs), {}
-    for method, accuracy in paper.items():
-        ours = frame[frame.method == method]
-        table[method] = {
-            "the paper's 3B, at the end": accuracy,
-            "ours, in training": analysis.of_runs(ours[analysis.WHOLE]),
-            "ours, at the end": analysis.of_runs(ours["sampled accuracy"]),
-            "our seeds": len(ours),
-        }
-    return pandas.DataFrame(table).T
+def one_update(policy, rollout, stages, args, make_optimizer=lopti.make_optimizer):
+    """What an update changes: the weights (P,), and log π of every token (B, L)."""
+    optimizer = make_optimizer(trained := copy.deepcopy(policy), args)
+    for tokens in stages:
+        lopti.update(trained, optimizer, rollout, tokens, args)
+    pairs = zip(trained.parameters(), policy.parameters())
+    change = torch.cat([(new - old).detach().flatten() for new, old in pairs])
+    return change, lopti.score(trained, rollout, args)[0] - rollout.old_logprobs
 
 
-def kept(rollout, masks):
-    """Which share of the tokens in each bin of π each method keeps: {name: mask (B, L)}."""
-    bins = in_bins(rollout)
-    _, axis = plt.subplots(figsize=(12, 4.8))
-    for number, (name, mask) in enumerate(masks.items()):
-        values = [float((mask & tokens).sum() / tokens.sum()) for tokens in bins]
-        places = [place + 0.2 * (number - 1.5) for place in range(4)]
-        bars = axis.bar(places, values, 0.19, label=name, color=COLORS.get(name, COLORS["low"]))
-        axis.bar_label(bars, [f"{100 * value:.0f}" for value in values], fontsize=14)
-    axis.set(title="80/20 drops the likely tokens; STAPO and min-p drop next to nothing")
-    axis.set_ylabel("share of the bin's tokens")
-    axis.set_xticks(range(4), BINS)
-    axis.yaxis.set_major_formatter("{x:.0%}")
-    axis.legend(loc="upper center", ncols=4, bbox_to_anchor=(0.5, -0.1))
+# ---- The clip, the curves, a port
+
+
+def clip_cases():
+    """For which ratios a token has a gradient, by the sign of its Â: by `lopti.policy_loss`."""
+    ratio, old = torch.logspace(-0.6, 1.2, 2000)[None], torch.zeros(1, 2000)
+    _, axis = plt.subplots(figsize=(12, 3))
+    cases = ((-1.0, "pushed down", 3), (1.0, "pushed up", 0.5))
+    for place, (advantage, text, middle) in enumerate(cases):
+        logprobs = ratio.log().requires_grad_()
+        loss, _ = lopti.policy_loss(logprobs, old, old + advantage, old == 0)
+        (slope,) = torch.autograd.grad(loss, logprobs)
+        inside = ratio[slope != 0]
+        axis.fill_between(ratio[0], place - 0.3, place + 0.3, color="#DDDDDD")
+        axis.fill_between(inside, place - 0.3, place + 0.3, color=COLORS["GRPO"])
+        axis.text(middle, place, text, color="white", ha="center", va="center")
+    axis.axvline(1, color="white", linewidth=2, linestyle=":")
+    axis.set(xscale="log", xlabel="ratio r = π_θ / π_old", title="Dark: a gradient. Light: none")
+    axis.set_xticks([0.8, 1, 1.24, 10], [".80", "1", "1.24", "10"], minor=False)
+    axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
+    axis.set_yticks([0, 1], ["Â < 0", "Â > 0"])
+
+
+def curves(lines, title, xlabel, ylabel):
+    """Lines by name: {name: (values, style of plot)}."""
+    _, axis = plt.subplots(figsize=(11, 4.6))
+    for name, (values, style) in lines.items():
+        axis.plot(range(1, len(values) + 1), values, label=name, **style)
+    axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def recorded_curves(runs, methods):
+    """Accuracy in training beside GRPO's: means of four steps, over the same five seeds."""
+    figure, axes = plt.subplots(1, len(methods), figsize=(15, 4.4), sharey=True)
+    accuracy = {(run["method"], run["seed"]): run["metrics"].get("accuracy") for run in runs}
+    for axis, method in zip(axes, methods):
+        for name in ("GRPO", method):
+            table = torch.tensor([accuracy[name, seed] for seed in range(5)])  # (seeds, steps)
+            means = table.unflatten(1, (-1, 4)).mean(2).T.tolist()  # (blocks, seeds)
+            middle, half = torch.tensor([interval(values) for values in means]).T
+            steps = [4 * number + 2.5 for number in range(len(means))]
+            axis.plot(steps, middle, "o-", color=COLORS[name], markersize=5)
+            axis.fill_between(steps, middle - half, middle + half, color=COLORS[name], alpha=0.25)
+        axis.set_title(method, color=COLORS[method])
+        axis.set(xlabel="training step", xlim=(0, 25))
+        axis.yaxis.set_major_formatter("{x:.0%}")
+    axes[0].set_ylabel("right answers")
+    text = "Five methods beside GRPO (grey): means of 5 seeds and 4 steps, with 95 % intervals"
+    figure.suptitle(text, x=0.01, ha="left")
+
+
+def compare(port):
+    """The largest difference of a port's weights from golden.json, after each optimizer step."""
+    cases = json.loads((HERE.parent / "golden.json").read_text(encoding="utf-8"))["rollouts"]
+    found = {}
+    for case in cases[:4]:  # GRPO, AR, Lopti, both
+        right = [torch.tensor(step["table"], dtype=torch.float64) for step in case["steps"]]
+        pairs = zip(right, port(case), strict=True)
+        found[case["name"]] = pandas.Series([float((a - b).abs().max()) for a, b in pairs])
+    return pandas.DataFrame(found).T.rename(columns=lambda step: f"step {step + 1}")
+
+
+if __name__ == "__main__":
+    pulls().savefig(HERE / "results" / "idea.png")
