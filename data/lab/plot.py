@@ -58,15 +58,15 @@ def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
     """Accuracy in training by step and by KL to the starting policy: the same runs, seen twice.
 
     Means over the seeds that all methods have, five steps at a time, with 95 % intervals. A method
-    with fewer than two runs is left out; None for one method. The KL is that at sampling where all
-    runs have it.
+    with fewer than two runs is left out; None for fewer than two methods or seeds. The KL is that
+    at sampling where all runs have it.
     """
     frame = analysis.run_frame(lines)
     runs = {name: frame[frame.method == name].set_index("seed").metrics for name in methods}
     runs = {name: of_method for name, of_method in runs.items() if len(of_method) > 1}
-    if len(runs) < 2:
+    seeds = [set(of_method.index) for of_method in runs.values()]
+    if len(runs) < 2 or len(seeds := sorted(set.intersection(*seeds))) < 2:
         return None
-    seeds = sorted(set.intersection(*(set(of_method.index) for of_method in runs.values())))
     kl = analysis.column_of_kl(run for of_method in runs.values() for run in of_method[seeds])
     figure, (by_step, by_kl) = canvas(2, sharey=True)
     for name, of_method in runs.items():
