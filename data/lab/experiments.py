@@ -1,12 +1,13 @@
 """Run the laboratory: the training runs behind RESULTS.md. results/DESIGN.md says why.
 
-    python data/lab/experiments.py --results my.jsonl --jobs 2   # make the runs, two at a time
-    python data/lab/experiments.py --results my.jsonl --list     # print their commands, run nothing
-    python data/lab/experiments.py --question "split or step"    # the runs of one question only
+    python data/lab/experiments.py --question bias --results my.jsonl --jobs 2   # two at a time
+    python data/lab/experiments.py --question bias --list     # only print what is still to be run
+    python data/lab/experiments.py --again "AR α = 0.6" 80/20 # commands of these runs on record
 
-Each run is a process of its own, a `python data/lab/variants.py` command, which is lopti.py with
-rewards in its evaluations. When it ends its line is appended to the results. The same command goes
-on where it was stopped. analysis.py makes the tables of these lines, plot.py the pictures.
+Each run is a process of its own, lopti.py or one of its variants.py. When it ends its line is
+appended to the results, with all its settings. The same command goes on where it was stopped.
+analysis.py makes the tables of these lines, plot.py the pictures. Runs on record that belong to no
+question any more have their settings in their lines; their variants are at commit 137e142.
 """
 
 import argparse
@@ -19,7 +20,6 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -28,161 +28,148 @@ RESULTS = HERE / "results" / "runs.jsonl"
 
 # ---- The plan: name in tables → flags. Everything else is the default job.
 
-PAPER = {"AR": "--alpha 0.3", "Lopti": "--eta 0.5", "AR + Lopti": "--alpha 0.3 --eta 0.5"}
+SETTINGS = "--eval-every 6 --eval-samples 2"
+SHORT = "--eval-every 0"  # evaluated before and after training only
+ONLY_TRAINING = "--eval-every 0 --eval-size 1 --eval-samples 1"  # on two puzzles: no table reads it
 TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
-BASE = {
+METHODS = {
     "GRPO": "",
-    **PAPER,
+    "AR": "--alpha 0.3",
+    "Lopti": "--eta 0.5",
+    "AR + Lopti": "--alpha 0.3 --eta 0.5",
     TWO: "--passes 2",  # as many optimizer steps as Lopti
     REVERSED: "--eta 0.5 --order high-low",
     "high only": "--eta 0.5 --order high",  # only tokens with π ≥ η
     "low only": "--eta 0.5 --order low",
-    **{f"AR α = {alpha}": f"--alpha {alpha}" for alpha in (0.1, 0.6, 1)},
-    **{f"Lopti η = {eta}": f"--eta {eta}" for eta in (0.2, 0.8)},
-    "min-p": "--min-p 2.3e-6",
-    "reward-free": "--variant reward-free",
-    "REINFORCE++": "--advantage reinforce++",
-    "REINFORCE++, AR + Lopti": f"--advantage reinforce++ {PAPER['AR + Lopti']}",
-    "STAPO": "--stapo",
-    "80/20": "--top-entropy 0.2",
+    "AR α = 0.6": "--alpha 0.6",
+    "AR α = 1": "--alpha 1",
+    "random split": f"{SHORT} --eta 0.5 --variant random-split",
+    "GRPO, half-size mini-batches": f"{SHORT} --mini-batch-size 32",
+    "GRPO, without wording": f"{SHORT} --variant without-wording",  # an oracle
+    "Lopti, two optimizers": f"{SHORT} --save-every 0 --eta 0.5 --variant two-optimizers",
 }
 
 
 def also(ending, flags, *names):
-    """Some of these methods with more flags."""
-    return {f"{name}, {ending}": f"{BASE[name]} {flags}".strip() for name in names}
+    """Methods that are there already, with more flags: their names."""
+    more = {f"{name}, {ending}": f"{METHODS[name]} {flags}".strip() for name in names}
+    METHODS.update(more)
+    return list(more)
 
 
-PLAIN = "--model {plain}"  # the policy with one wording for each thing
-CELLS = {  # the limits truncate 23 % of the first responses
-    "varied, cut": "--max-new-tokens 130",
-    "plain": PLAIN,
-    "plain, cut": f"{PLAIN} --max-new-tokens 140",
-}
-AGAIN = also("seeds 5 to 9", "", "Lopti", TWO, REVERSED)  # new seeds for claims 35, 36 and 38
-UNTRAINED = {
-    f"untrained, T = {temperature}": f"--steps 0 --set eval_temperature={temperature}"
-    for temperature in (0.2, 0.4, 0.6, 0.8)
-}
-FIRST = {
-    **BASE,
-    **also("rate × 0.5", "--learning-rate 5e-5", "GRPO", *PAPER, TWO),
-    **also("rate × 2", "--learning-rate 2e-4", "GRPO", *PAPER, TWO),
-    **also("centred", "--variant token-centred", "GRPO", "AR", "Lopti", "high only", "AR α = 1"),
-    **{
-        name: method
-        for cell, flags in CELLS.items()
-        for name, method in also(cell, flags, "GRPO", "AR", "Lopti").items()
-    },
-    **AGAIN,
-    **UNTRAINED,
-}
-
-# Is it the split, or the step? DESIGN.md has the plan. Training itself is judged: so these are
-# evaluated before and after it only.
-SHORT = "--eval-every 0"
-ON_PLAIN = also("plain wording", f"{PLAIN} {SHORT}", TWO, "Lopti", REVERSED, "GRPO", "AR")
-SECOND_STEP = {
-    "random split": f"{SHORT} --eta 0.5 --variant random-split",
-    "GRPO, half-size mini-batches": f"{SHORT} --mini-batch-size 32",
-}
-ORDER_OR_ADAM = also("β₁ = 0", f"{SHORT} --variant no-momentum", "GRPO", "Lopti", REVERSED)
-ORDER_OR_ADAM |= also("two optimizers", f"{SHORT} --save-every 0 --variant two-optimizers", "Lopti")
-CEILING = {
-    "GRPO, without wording": f"{SHORT} --variant without-wording",
-    "GRPO, twice the prompts": f"{SHORT} --prompts-per-step 32 --mini-batch-size 128",
-}
-LONG_JOB = f"""{PLAIN} --people 3 4 5 --steps 200 --learning-rate 5e-5 --prompts-per-step 8
-    --mini-batch-size 32 --max-new-tokens 320 --eval-every 20 --eval-size 40
-    --eval-data {{work}}/long/kk_test.jsonl"""
-LONG = also("long", LONG_JOB, "GRPO", "Lopti", TWO, REVERSED, "AR", "AR + Lopti")
-
-# What equal KL says on new seeds, and the bias of a weight that goes by π. Only training is judged:
-# these are evaluated on two puzzles, which no table reads.
-ONLY_TRAINING = "--eval-every 0 --eval-size 1 --eval-samples 1"
-WITHOUT_BIAS = {
-    **also("without bias", f"{ONLY_TRAINING} --without-bias", "AR α = 1", "AR α = 0.6", "AR"),
-    **also("without bias", f"{ONLY_TRAINING} --without-bias", "high only"),
-    "Lopti, two optimizers, without bias": f"""--eta 0.5 {ONLY_TRAINING} --save-every 0
-        --without-bias --variant two-optimizers""",
-    **also("without bias", f"{ONLY_TRAINING} --without-bias", REVERSED, "Lopti", "low only"),
-}
-EQUAL_KL = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
-EQUAL_KL["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
-
-# A language model made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py).
+# The policy with one wording for each thing.
+PLAIN = also("plain wording", f"--model {{plain}} {SHORT}", TWO, "Lopti", REVERSED, "GRPO")
+NO_MOMENTUM = also("β₁ = 0", f"{SHORT} --variant no-momentum", "GRPO", "Lopti", REVERSED)
+BIAS_JOB = f"{ONLY_TRAINING} --without-bias"
+WITHOUT_BIAS = also("without bias", BIAS_JOB, "AR α = 1", "AR α = 0.6", "AR", "high only")
+WITHOUT_BIAS += also("without bias", BIAS_JOB, "Lopti, two optimizers", REVERSED, "Lopti")
+WITHOUT_BIAS += also("without bias", BIAS_JOB, "low only")
+NEW_SEEDS = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
+METHODS["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
+NEW_SEEDS += ["GRPO, rate × √2, new seeds"]
+# A policy made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py --filler).
 WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --save-every 0 {ONLY_TRAINING}"
-WORDY = {
-    f"{name}, wordy": f"{flags} {WORDY_JOB}".strip()
-    for name, flags in {
-        "GRPO": "",
-        "Lopti": BASE["Lopti"],
-        "AR α = 1, without bias": f"{BASE['AR α = 1']} --without-bias",
-        TWO: BASE[TWO],
-        "AR α = 1": BASE["AR α = 1"],
-        "Lopti, two optimizers": "--eta 0.5 --variant two-optimizers",
-        "AR": BASE["AR"],
-        "random split": "--eta 0.5 --variant random-split",
-        REVERSED: BASE[REVERSED],
-        "GRPO, without wording": "--variant without-wording",  # an oracle
-    }.items()
-}
-METHODS = FIRST | ON_PLAIN | SECOND_STEP | ORDER_OR_ADAM | CEILING | LONG
-METHODS |= WITHOUT_BIAS | EQUAL_KL | WORDY
+WORDY = also("wordy", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO, "AR α = 1")
+WORDY += also("wordy", WORDY_JOB, "Lopti, two optimizers", "AR")
+WORDY_LATER = also("wordy", WORDY_JOB, "random split", REVERSED, "GRPO, without wording")
+# SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
+SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
+    --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
+    --reward data.lab.real_model:last_number --temperature 0.7 --max-new-tokens 64"""
+SMOLLM2_JOB = f"""{SMOLLM2_TASK} --kl-coef 0 --prompts-per-step 8 --mini-batch-size 64 --steps 12
+    --dtype bfloat16 --save-every 0 --eval-every 0 --eval-size 24 --eval-samples 1"""
+RATES = ("3e-6", "1e-5", "3e-5")
+SMOLLM2 = []
+for rate in RATES:
+    job = f"{SMOLLM2_JOB} --learning-rate {rate}"
+    SMOLLM2 += also(f"SmolLM2 at {rate}", job, "GRPO", TWO, "AR", "Lopti")
 
 
 def runs_of(seeds, *methods):
     return [(method, seed) for seed in seeds for method in methods]
 
 
-FIVE_SEEDS = [*PAPER, TWO, REVERSED, "high only", "min-p", "AR, centred", "STAPO", "80/20"]
-FIVE_SEEDS += ["GRPO, rate × 0.5", "GRPO, rate × 2", "REINFORCE++", "REINFORCE++, AR + Lopti"]
-OTHERS = [name for name in FIRST if name not in ("GRPO", *FIVE_SEEDS, *AGAIN, *UNTRAINED)]
-PLAN = [  # (method, seed)
-    *runs_of(range(10), "GRPO"),
-    *runs_of(range(5), *FIVE_SEEDS),
-    *runs_of(range(5, 10), *AGAIN),
-    *runs_of([0], *UNTRAINED),
-    *runs_of(range(3), *OTHERS),
-]
-PLAIN_ARMS = list(ON_PLAIN)[:4]
-TEN_SEEDS = [name for name in WITHOUT_BIAS if " only" not in name]
-QUESTIONS = {  # a queue for each core: (method, seed), in order of importance
-    "split or step": [
-        *runs_of(range(5), *PLAIN_ARMS),
-        *runs_of(range(5), *SECOND_STEP),
-        *runs_of(range(5, 10), *PLAIN_ARMS),
-        *runs_of(range(3), *ORDER_OR_ADAM),
-        *runs_of(range(3), *CEILING),
-        *runs_of(range(10), "AR, plain wording"),
+SOME = [name for name in WITHOUT_BIAS if " only" not in name]
+QUESTIONS = {  # (method, seed), in order of importance
+    "methods": [
+        *runs_of(range(10), "GRPO", "Lopti", TWO, REVERSED),
+        *runs_of(range(5), "AR", "AR + Lopti", "high only"),
+        *runs_of(range(3), "low only", "AR α = 0.6", "AR α = 1"),
     ],
-    "long": runs_of(range(2), *LONG),
-    "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *TEN_SEEDS)],
-    "equal KL": runs_of(range(20, 30), *EQUAL_KL),
-    "wordy": [*runs_of(range(5), *list(WORDY)[:7]), *runs_of(range(5), *list(WORDY)[7:])]
-    + runs_of(range(5, 10), *WORDY),
+    "split or step": [
+        *runs_of(range(10), *PLAIN),
+        *runs_of(range(5), "random split", "GRPO, half-size mini-batches"),
+    ],
+    "order": runs_of(range(3), *NO_MOMENTUM, "Lopti, two optimizers"),
+    "equal KL": runs_of(range(20, 30), *NEW_SEEDS),
+    "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *SOME)],
+    "wordy": [
+        *runs_of(range(5), *WORDY),
+        *runs_of(range(5), *WORDY_LATER),
+        *runs_of(range(5, 10), *WORDY, *WORDY_LATER),
+    ],
+    "SmolLM2": runs_of(range(1, 6), *SMOLLM2),
 }
-
-SETTINGS = "--eval-every 6 --eval-samples 2"
+# Folders of policies: the first two made by data/make/pretrain.py --plain, --filler.
+POLICIES = {"plain": "data/tiny-plain", "wordy": "data/tiny-wordy", "smollm2": "smollm2"}
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
-HELD_OUT_LONG = "--people 3 4 5 --train 0 --test 40 --seed 20261123"
 
-# ---- Running
+
+def shown(method):
+    """The name of a method in tables: seeds of two series are one method, nothing is abbreviated.
+
+    >>> shown("Lopti, seeds 5 to 9"), shown("GRPO, rate × 2"), shown("AR, plain, cut")
+    ('Lopti', 'GRPO, learning rate × 2', 'AR, plain, truncated')
+    """
+    method = method.removesuffix(", seeds 5 to 9").replace(", cut", ", truncated")
+    return method.replace(", rate", ", learning rate")
+
+
+# ---- Commands
+
+
+def variant_of(method):
+    """What stands behind --variant in the command of a method; None for lopti.py itself."""
+    flags = METHODS[method].split()
+    return flags[flags.index("--variant") + 1] if "--variant" in flags else None
 
 
 def command_of(method, seed, args):
     """The folder of a run, and the command that begins it or goes on with it."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-") + f"-{seed}"
-    folder, flags = args.work / name, METHODS[method]
-    flags = flags.format(plain=args.plain, wordy=args.wordy, work=args.work)
-    command = ["python", "data/lab/variants.py"]
+    folder, variant = args.work / name, variant_of(method)
+    command = ["python", "data/lab/variants.py" if variant else "lopti.py"]
     if (folder / "checkpoints").exists():
-        variant = ["--variant", variant_of(method)] if variant_of(method) else []
-        return folder, [*command, *variant, "--resume", str(folder)]
-    flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} {flags}"
+        return folder, [*command, *["--variant", variant] * bool(variant), "--resume", str(folder)]
+    flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} " + METHODS[method].format(
+        **{policy: getattr(args, policy) for policy in POLICIES}
+    )
     flags += f" --seed {seed} --output {args.work} --name {name}"
     return folder, [*command, *shlex.split(flags)]
 
+
+def command_on_record(line):
+    """The command of a run on record: its settings that are not lopti.py's own; files by name."""
+    sys.path.insert(0, str(ROOT))
+    import lopti  # only here: it is slow
+
+    config, variant = line["config"], line.get("variant") or ""
+    config = config | {"order": config.get("update_only") or config["order"]}
+    config["without_bias"] = config.get("without_bias") or variant.startswith("without-bias")
+    if variant := variant.removeprefix("without-bias").strip("-"):
+        words = ["python", "data/lab/variants.py", "--variant", variant]
+    else:
+        words = ["python", "lopti.py"]
+    for name, default in vars(lopti.parse_arguments([])).items():
+        value = config.get(name, default)
+        same = value == default or name == "model" and value == Path(default).name
+        if not same and name not in lopti.CONSTANTS:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
+
+
+# ---- Running
 
 KEPT = ["reward", "accuracy", "entropy", "kl", "rollout/kl", "completions/mean_length"]
 KEPT += ["completions/clipped_ratio", "low_probability_share", "masked_share"]
@@ -196,40 +183,15 @@ def read_lines(path):
     return [json.loads(line) for line in lines]
 
 
-def append_line(path, line):
-    with open(path, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(rounded(line)) + "\n")
-
-
-def rounded(value):
-    """Numbers in nested lists and dictionaries rounded to four significant digits."""
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(inner) for inner in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
-def variant_of(method):
-    """What stands behind --variant in the command of a method; None for lopti.py itself."""
-    flags = METHODS[method].split()
-    return flags[flags.index("--variant") + 1] if "--variant" in flags else None
-
-
 def result_line(method, seed, folder):
     """A finished run in one line: its settings, every step's metrics and every evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = (Path(config["model"]) / "model.safetensors").read_bytes()
     for name in ("name", "output", "resume"):
         del config[name]
-    config |= {name: Path(config[name]).name for name in ("model", "eval_data")}
-    evaluations = [{"step": row["step"]} for row in read_lines(folder / "evaluations.jsonl")]
-    for of_step, row in zip(evaluations, read_lines(folder / "evaluations.jsonl")):
-        for size, measures in row["table"].items():
-            of_step[size] = {  # without the intervals
-                name: float(value[0] if isinstance(value, list) else value)
-                for name, value in measures.items()
-            }
+    files = [name for name in ("model", "data", "eval_data") if config[name]]
+    config |= {name: Path(config[name]).name for name in files}
+    evaluations = read_lines(folder / "evaluations.jsonl")
     steps = read_lines(folder / "metrics.jsonl")
     return {
         "method": method,
@@ -237,7 +199,7 @@ def result_line(method, seed, folder):
         "policy": hashlib.sha256(weights).hexdigest()[:12],
         "variant": variant_of(method),
         "config": config,
-        "evaluations": evaluations,
+        "evaluations": [{"step": row["step"], **row["table"]} for row in evaluations],
         "metrics": {
             name: [float(step.get(name, 0.0)) for step in steps]
             for name in KEPT
@@ -246,8 +208,9 @@ def result_line(method, seed, folder):
     }
 
 
-def run(folder, command, line_of, results):
-    """Run a command as a process of its own and append `line_of(folder)` to the results."""
+def run(entry, args):
+    """One run as a process of its own; then its line is appended to the results."""
+    folder, command = command_of(*entry, args)
     if "--resume" not in command:
         shutil.rmtree(folder, ignore_errors=True)  # stopped before there was anything to go on from
     log = folder.with_name(f"{folder.name}.log")
@@ -257,17 +220,10 @@ def run(folder, command, line_of, results):
         code = subprocess.run([sys.executable, *command[1:]], check=False, **settings).returncode
     print(f"{folder.name}: " + ("done" if not code else log.read_text()[-500:]), flush=True)
     if not code:
-        append_line(results, line_of(folder))
-
-
-def run_all(runs, jobs):
-    """Several runs at a time; after Ctrl-C those under way save a checkpoint, no other starts."""
-    pool = ThreadPoolExecutor(jobs)
-    try:
-        for future in [pool.submit(run, *arguments) for arguments in runs]:
-            future.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        line = json.dumps(result_line(*entry, folder))
+        line = json.loads(line, parse_float=lambda digits: float(f"{float(digits):.4g}"))
+        with open(args.results, "a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
 
 
 def main():
@@ -279,33 +235,39 @@ def main():
     add("--jobs", type=int, default=1, help="runs at a time, one thread each")
     add("--work", type=Path, default=ROOT / "runs" / "experiments", help="where run folders go")
     add("--results", type=Path, default=RESULTS, help="the file of finished runs")
-    add("--plain", type=Path, default=ROOT / "data/tiny-plain", help="data/tiny made with --plain")
-    add("--wordy", type=Path, default=ROOT / "data/tiny-wordy", help="made with --filler")
+    for policy, folder in POLICIES.items():
+        add(f"--{policy}", type=Path, default=ROOT / folder, help=f"a policy's folder [{folder}]")
     add("--list", action="store_true", help="print the commands and stop")
+    add("--again", nargs="+", metavar="METHOD", help="print commands of runs on record and stop")
     args = parser.parse_args()
-    for folder in ("work", "plain", "wordy"):
-        setattr(args, folder, getattr(args, folder).resolve())
-    done = {(line["method"], line["seed"]) for line in read_lines(args.results)}
-    plan = QUESTIONS[args.question] if args.question else PLAN
-    todo = [entry for entry in plan if entry not in done]
-    for policy in (args.plain, args.wordy):
-        kind = "{plain}" if policy is args.plain else "{wordy}"
-        needing = [entry for entry in todo if kind in METHODS[entry[0]]]
-        if needing and not policy.exists():
+    for name in ("work", *POLICIES):
+        setattr(args, name, getattr(args, name).resolve())
+    record = read_lines(args.results)
+    if args.again:
+        lines = [line for line in record if shown(line["method"]) in map(shown, args.again)]
+        return print(*(command_on_record(line) for line in lines if "config" in line), sep="\n")
+    done = {(shown(line["method"]), line["seed"]) for line in record}
+    chosen = [args.question] if args.question else QUESTIONS
+    plan = [entry for question in chosen for entry in QUESTIONS[question]]
+    todo = [(method, seed) for method, seed in plan if (shown(method), seed) not in done]
+    for policy in POLICIES:
+        needing = [entry for entry in todo if f"{{{policy}}}" in METHODS[entry[0]]]
+        if needing and not getattr(args, policy).exists():
+            print(f"left out: {len(needing)} runs, for there is no {getattr(args, policy)}")
             todo = [entry for entry in todo if entry not in needing]
-            print(f"left out, for {policy} is not there: {len(needing)} runs")
-    held_out = {args.work: HELD_OUT, args.work / "long": HELD_OUT_LONG}
-    for folder, flags in held_out.items():
-        command = f"data/make/puzzles.py {flags} --folder {folder}"
-        if args.list:
-            print(f"python {command}")
-        elif not (folder / "kk_test.jsonl").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            subprocess.run([sys.executable, *shlex.split(command)], cwd=ROOT, check=True)
+    held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
-        return print("\n".join(shlex.join(command_of(*entry, args)[1]) for entry in todo))
-    lines = [(partial(result_line, *entry), args.results) for entry in todo]
-    run_all([command_of(*entry, args) + line for entry, line in zip(todo, lines)], args.jobs)
+        print(f"python {held_out}")
+        return print(*(shlex.join(command_of(*entry, args)[1]) for entry in todo), sep="\n")
+    if not (args.work / "kk_test.jsonl").exists():
+        args.work.mkdir(parents=True, exist_ok=True)
+        subprocess.run([sys.executable, *shlex.split(held_out)], cwd=ROOT, check=True)
+    pool = ThreadPoolExecutor(args.jobs)
+    try:  # after Ctrl-C those under way save a checkpoint, no other starts
+        for future in [pool.submit(run, entry, args) for entry in todo]:
+            future.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python data/lab/plot.py runs/* --smooth 5 --output my.pdf   # running means over 5 steps
     python data/lab/plot.py runs/* --measure entropy            # any column of metrics.jsonl
 
-In a notebook: `plot.draw(["runs/A", "runs/B"])`, `plot.draw_training(lines)` and so on, with the
-lines of results/runs.jsonl.
+In a notebook: `plot.draw(["runs/A", "runs/B"])`, `plot.draw_two_views(lines, ["GRPO", "AR"])` with
+the lines of results/runs.jsonl.
 """
 
 import argparse
@@ -19,17 +19,24 @@ import analysis
 import experiments
 import numpy as np
 import pandas as pd
+from analysis import BIAS, WORDY
+from experiments import TWO
 from matplotlib.figure import Figure
-from scipy import stats
 from style import COLORS
 
-BAND = "#DDDDDD"
-SHOWN = ("GRPO", "GRPO, two passes", "AR", "Lopti", "AR + Lopti", "reversed Lopti")
-TITLES = {  # of the questions' pictures
-    "plain wording": "Plain wording: no difference is sure; Lopti equals GRPO within .02",
-    "second step": "Random split, half-size mini-batches: no difference is sure",
-    "order or Adam": "Three seeds: the reverse and two optimizers lie behind, none surely",
-    "ceiling": "Twice the prompts are ahead; leaving out the wording is open",
+MANY = 5  # seeds for which a band is drawn; of fewer, the single runs
+PICTURES = {  # file → methods
+    "equal_kl": ("GRPO", "Lopti", TWO),
+    "bias": ("GRPO", "AR α = 1", f"AR α = 1{BIAS}", "high only", f"high only{BIAS}"),
+    "wordy": [
+        f"{name}{WORDY}"
+        for name in ("GRPO", TWO, "Lopti", "AR α = 1", f"AR α = 1{BIAS}", "GRPO, without wording")
+    ],
+}
+TITLES = {  # by step, at equal KL
+    "equal_kl": ("By step: no measurable difference", "At equal KL: two steps are behind one"),
+    "bias": ("Without their bias α = 1 and high only learn", "and stay nearer to the start"),
+    "wordy": ("Unlikely tokens are noise: by step", "and at equal KL"),
 }
 
 
@@ -47,165 +54,45 @@ def canvas(panels, height=6.5, **options):
     return figure, figure.subplots(1, panels, **options)
 
 
-# ---- The laboratory
-
-
-def draw_training(lines):
-    """Accuracy in training, and sampled accuracy on held-out puzzles minus GRPO's.
-
-    The grey band is where the mean of five runs of GRPO itself would lie, 19 times in 20, against
-    that of its ten.
-    """
-    figure, (training, held_out) = canvas(2)
-    runs = {method: [] for method in SHOWN}
-    for line in lines:
-        runs.get(analysis.shown(line["method"]), []).append(line)
-    runs = {method: of_method for method, of_method in runs.items() if of_method}
-    steps = [row["step"] for row in runs["GRPO"][0]["evaluations"]]
-    grpo = np.array([analysis.curve(line, "avg@2") for line in runs["GRPO"]])
-    t = stats.t.ppf(0.975, len(grpo) - 1)
-    margin = t * grpo.std(0, ddof=1) * np.sqrt(1 / 5 + 1 / len(grpo))
-    held_out.fill_between(steps, -margin, margin, color=BAND, linewidth=0)
-    for method, of_method in runs.items():
-        accuracy = np.mean([line["metrics"]["accuracy"] for line in of_method], 0)
-        evaluated = np.mean([analysis.curve(line, "avg@2") for line in of_method], 0)
-        style = {"color": COLORS[method], "label": method}
-        training.plot(range(1, len(accuracy) + 1), running_mean(accuracy, 3), **style)
-        held_out.plot(steps, evaluated - grpo.mean(0), marker="o", **style)
-    training.set(title="In training the reverse rises last", xlabel="training step")
-    training.set_ylabel("accuracy in training, 3 steps at a time")
-    held_out.set(title="On held-out puzzles none stays above GRPO", xlabel="training step")
-    held_out.set(ylabel="sampled accuracy minus GRPO's", xticks=steps)
-    training.legend()
-    return figure
-
-
-def forest(axis, rows):
-    """Differences with their intervals, a row each: label → (difference, half, p, single runs)."""
-    for place, (difference, half, p, singles) in enumerate(rows.values()):
-        color = "black" if p >= 0.05 else COLORS["high" if difference > 0 else "low"]
-        axis.plot(singles, [place - 0.25] * len(singles), "o", color="#888888", markersize=7)
-        axis.errorbar(difference, place, xerr=half, fmt="D", color=color, markersize=9, capsize=4)
-    axis.axvline(0, color="black", linewidth=1)
-    axis.set_yticks(range(len(rows)), list(rows))
-    axis.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def draw_effects(lines):
-    """Each method minus GRPO, mean, Dunnett's interval, every run: blue is surely more, orange
-    surely less.
-    """
-    frame = analysis.run_frame(lines)
-    figure, axes = canvas(2, 8, sharey=True)
-    for axis, outcome in zip(axes, ("sampled accuracy", "mean over training")):
-        values = dict(list(frame.groupby("method")[outcome]))
-        found = analysis.effects(frame, analysis.CLAIMS, outcome)
-        singles = {method: values[method] - values["GRPO"].mean() for method, *_ in found}
-        forest(axis, {claim[0]: (*effect, singles[claim[0]]) for claim, effect in found.items()})
-        axis.set_title(f"{outcome} minus GRPO's")
-    figure.suptitle("No method is surely above GRPO")
-    return figure
-
-
-def draw_question(lines, question, title):
-    """The differences of one question: what is not black is sure, corrected by Holm.
-
-    What lies in the grey band with its whole interval is *equal within .02*.
-    """
-    found = analysis.family(analysis.run_frame(lines), analysis.FAMILIES[question])
-    if not found:
-        return None
-    figure, axis = canvas(1, 2 + 0.9 * len(found))
-    names = [" −\n".join(pair).replace(", plain wording", "") for pair in found]
-    axis.axvspan(-analysis.SAME, analysis.SAME, color=BAND)
-    forest(axis, {name: (*test, runs) for name, (runs, *test) in zip(names, found.values())})
-    axis.set(title=title, xlabel="difference of accuracy in training, steps 2 to 24")
-    return figure
-
-
-MANY = 5  # seeds for which an interval is drawn; of fewer, the single runs
-LINES = {  # how a method is drawn that has no colour of its own
-    "GRPO, learning rate × 2": {"color": COLORS["GRPO"], "linestyle": ":"},
-    "AR α = 1": {"color": COLORS["AR"]},
-    "AR α = 1, without bias": {"color": COLORS["AR"], "linestyle": "--"},
-    "high only": {"color": COLORS["high"]},
-    "high only, without bias": {"color": COLORS["high"], "linestyle": "--"},
-}
-
-
-def draw_two_views(lines, methods, titles, kl="kl"):
+def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
     """Accuracy in training by step and by KL to the starting policy: the same runs, seen twice.
 
-    Means over the seeds that all methods have, five steps at a time, with 95 % intervals.
+    Means over the seeds that all methods have, five steps at a time, with 95 % intervals. A method
+    with fewer than two runs is left out; None for fewer than two methods or seeds. The KL is that
+    at sampling where all runs have it.
     """
-    runs = {name: analysis.metrics_by_seed(lines, name) for name in methods}
-    seeds = sorted(set.intersection(*map(set, runs.values())))
-    if len(seeds) < 2:
+    frame = analysis.run_frame(lines)
+    runs = {name: frame[frame.method == name].set_index("seed").metrics for name in methods}
+    runs = {name: of_method for name, of_method in runs.items() if len(of_method) > 1}
+    seeds = [set(of_method.index) for of_method in runs.values()]
+    if len(runs) < 2 or len(seeds := sorted(set.intersection(*seeds))) < 2:
         return None
+    kl = analysis.column_of_kl(run for of_method in runs.values() for run in of_method[seeds])
     figure, (by_step, by_kl) = canvas(2, sharey=True)
     for name, of_method in runs.items():
-        curves = [analysis.accuracy_by_kl(of_method[seed], kl) for seed in seeds]
+        curves = [analysis.accuracy_by_kl(run, kl) for run in of_method[seeds]]
         at = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 50)
         steps = analysis.WINDOW // 2 + 1 + np.arange(len(curves[0][0]))
         views = {by_step: (steps, [y for _, y in curves])}
         views[by_kl] = (at, [np.interp(at, *curve) for curve in curves])
-        style = LINES.get(name) or {"color": COLORS[name]}
+        style = {"color": COLORS[name.removesuffix(WORDY).removesuffix(BIAS)]}
+        style["linestyle"] = "--" if BIAS in name else "-"
         for axis, (x, values) in views.items():
             mean, half = map(np.array, zip(*map(analysis.interval, zip(*values))))
-            axis.plot(x, mean, label=name, **style)
-            band = {"color": style["color"], "alpha": 0.12, "linewidth": 0}
+            axis.plot(x, mean, label=name.removesuffix(WORDY), **style)
             if len(seeds) >= MANY:
+                band = {"color": style["color"], "alpha": 0.12, "linewidth": 0}
                 axis.fill_between(x, mean - half, mean + half, **band)
             else:
                 axis.plot(x, np.transpose(values), **style | {"linewidth": 0.8, "alpha": 0.5})
     by_step.set(title=titles[0], xlabel="training step", ylabel="accuracy in training")
-    by_kl.set(title=titles[1], xlabel="KL to the starting policy, nats a token", xlim=(0, 0.05))
+    by_kl.set(title=titles[1], xlabel="KL to the starting policy, nats a token")
     by_step.xaxis.get_major_locator().set_params(integer=True)
-    shown = "bands: 95 %" if len(seeds) >= MANY else "thin: single runs"
+    title = f"means of {len(seeds)} seeds; "
+    title += "bands: 95 %" if len(seeds) >= MANY else "thin: single runs"
     labels = by_step.get_legend_handles_labels()
-    title = f"means of {len(seeds)} seeds; {shown}"
     figure.legend(*labels, title=title, loc="outside lower center", ncols=3)
     return figure
-
-
-def draw_long(lines, steps=20):
-    """The runs of 200 steps: held-out accuracy and reward in training, means over seeds."""
-    frame = analysis.long_frame(lines)
-    if not len(frame):
-        return None
-    figure, (held_out, training) = canvas(2)
-    for method, runs in frame.groupby("method", sort=False):
-        means = runs.groupby("step")[["reward", "held out"]].mean()
-        style = {"color": COLORS[method], "label": method}
-        held_out.plot(means["held out"].dropna(), marker="o", **style)
-        reward = means["reward"].dropna()
-        training.plot(reward.index, running_mean(reward, steps), **style)
-    held_out.set(title="200 steps, one seed each: none stays above GRPO", xlabel="training step")
-    held_out.set_ylabel("sampled accuracy, held-out puzzles")
-    training.set(title="In training the curves cross", xlabel="training step")
-    training.set_ylabel(f"reward in training, {steps} steps at a time")
-    held_out.legend()
-    return figure
-
-
-def draw_real_model(lines):
-    """SmolLM2: accuracy in training at three learning rates; dots are runs, lines their means."""
-    frame = analysis.run_frame([line for line in lines if "metrics" in line], {})
-    rates = sorted(frame["learning rate"].unique(), key=float)
-    figure, axis = canvas(1)
-    for number, (method, runs) in enumerate(frame.groupby("method")):
-        places = runs["learning rate"].map(rates.index) + (number - 1.5) / 25
-        values, color = runs[analysis.EARLY], COLORS[method]
-        axis.plot(places, values, "o", color=color, alpha=0.5)
-        axis.plot(*zip(*values.groupby(places).mean().items()), color=color, label=method)
-    axis.set_xticks(range(len(rates)), rates)
-    axis.set(title="Lopti and a plain second pass lie above GRPO at every learning rate")
-    axis.set(xlabel="learning rate", ylabel="accuracy in training, steps 2 to 12")
-    axis.legend()
-    return figure
-
-
-# ---- Run folders
 
 
 def draw(folders, smooth=1, measure="reward"):
@@ -214,12 +101,10 @@ def draw(folders, smooth=1, measure="reward"):
     for folder, color in zip(map(Path, folders), itertools.cycle(COLORS.values())):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         metrics = pd.DataFrame(experiments.read_lines(folder / "metrics.jsonl"))
-        style = {
-            "label": f"{config['method']}, seed {config['seed']} ({folder.name})",
-            "color": color,
-        }
+        label = f"{config['method']}, seed {config['seed']} ({folder.name})"
         for axis, name in zip(axes, (measure, "accuracy")):
-            axis.plot(metrics["step"], running_mean(metrics[name], smooth), **style)
+            values = running_mean(metrics[name], smooth)
+            axis.plot(metrics["step"], values, color=color, label=label)
             axis.set(title=name, xlabel="training step")
         sampled = f"avg@{config['eval_samples']}" if config["eval_samples"] else "greedy"
         for row in experiments.read_lines(folder / "evaluations.jsonl"):
@@ -284,18 +169,10 @@ def main():
             sys.exit(f"plot.py: {error}")
     else:
         lines = experiments.read_lines(experiments.RESULTS)
-        real = experiments.read_lines(analysis.REAL_MODEL)
-        pictures = {"training": draw_training(lines), "effects": draw_effects(lines)}
-        equal_kl = ("GRPO", "Lopti", "GRPO, two passes")
-        titles = ("By step: no measurable difference", "At equal KL: two steps are behind one")
-        pictures["equal_kl"] = draw_two_views(lines, equal_kl, titles)
-        bias = ["GRPO", *(name for name in LINES if not name.startswith("GRPO"))]
-        titles = ("Without their bias α = 1 and high only learn", "and stay nearer to the start")
-        pictures["bias"] = draw_two_views(lines, bias, titles)
-        pictures |= {"real_model": draw_real_model(real), "long": draw_long(lines)}
-        for question, title in TITLES.items():
-            pictures[question.replace(" ", "_").lower()] = draw_question(lines, question, title)
-        pictures = {analysis.FOLDER / f"{name}.png": drawn for name, drawn in pictures.items()}
+        pictures = {
+            analysis.FOLDER / f"{name}.png": draw_two_views(lines, methods, TITLES[name])
+            for name, methods in PICTURES.items()
+        }
     for path, figure in pictures.items():
         if figure:  # there are runs for it
             figure.savefig(path)
