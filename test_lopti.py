@@ -1713,7 +1713,7 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
             100 * float(sizes[part].sum() / total), abs=0.05
         )
         assert f"{shown['shares'][name]:.0f} % {words[name]}" in "".join(root.itertext())
-    bars = [float(height) for height in re.findall(r"h12v([\d.]+)h", text)]
+    bars = [float(height) for height in re.findall(r"h14v([\d.]+)h", text)]
     wanted = 56 * found[pair[0]][0]["gradient"] / found[pair[0]][0]["gradient"].max()
     assert bars == pytest.approx(wanted[: len(bars)].tolist(), abs=0.06) and len(bars) > 5
 

@@ -1,14 +1,15 @@
 """One update, token by token: a page to open beside the paper, in any browser, without a network.
 
     python data/lab/tokens.py                             # tokens.html, of the bundled policy
+    python data/lab/tokens.py --picture update.svg        # and a picture of its first answer
     python data/lab/tokens.py --model FOLDER --task math --data problems.jsonl --out page.html
 
 The policy answers a batch of training prompts. A copy of it makes one update with each method. The
 page has the best and the worst answer to some prompts, each token coloured by π, by its gradient,
-by the change of log π, and so on. The picture (--picture FILE) is an SVG that moves: the first of
-these answers, the gradient of each token, and what Lopti's two passes do to it.
+by the change of log π, and so on. The picture is an SVG that moves: the first of these answers, the
+gradient of each token, and what Lopti's two passes do to it.
 
-Beside these it takes lopti.py's flags. α, η and the ρ of 80/20 are the papers' unless given; --show
+Beside --out and --picture it takes lopti.py's flags. α, η and the ρ of 80/20 are the papers' unless given; --show
 says how many prompts. An optimizer step takes the whole batch. All is in float32.
 """
 
@@ -50,11 +51,7 @@ def token_texts(tokenizer, ids):
 
 @torch.no_grad()
 def at_the_logits(policy, rollout, args):
-    """What needs the whole distribution at each token of a Rollout.
-
-    Returns ‖∇_z log π‖ (B, L) and, for each response of T tokens, the five largest π and their ids,
-    (T, 5) each.
-    """
+    """‖∇_z log π‖ (B, L), and for each response the five largest π and their ids, (T, 5) each."""
     norms, likeliest = [], []
     for row in range(len(rollout.ids)):
         response = rollout.rows([row])
@@ -121,10 +118,7 @@ def best_and_worst(values, group_size, count):
 
 
 def with_names(tokenizer, likeliest, ids, pi):
-    """[text, π] of the likeliest tokens at each of T places, and a third entry at the sampled one.
-
-    The sampled one, of `ids` and `pi` (T,), comes last if it is not among them.
-    """
+    """[text, π] of the likeliest tokens at T places and of the sampled ones, which a 1 marks."""
     places = []
     for shares, others, id, own in zip(*map(torch.Tensor.tolist, (*likeliest, ids, pi))):
         found = {**dict(zip(others, shares)), id: own}.items()
@@ -151,7 +145,7 @@ def page_data(policy, tokenizer, rows, args):
     def answer(index):
         inside = rollout.mask[index]
         ids, (advantage, *_) = rollout.ids[index, inside], rollout.advantages[index, inside]
-        tokens = {name: values[index, inside] for name, values in known.items()}
+        tokens = {name: each[index, inside] for name, each in known.items()}
         return {
             "reward": short(values[index]),
             "advantage": short(advantage),
@@ -168,12 +162,10 @@ def page_data(policy, tokenizer, rows, args):
         answers = [answer(index) for index in pair]
         prompts.append({"text": row["prompt"], "solution": row["solution"], "answers": answers})
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
-    shares = {  # in % of all tokens, of all gradients, and of what each pass of Lopti moves
-        "tokens": percent(rollout.mask, low),
-        "gradient": percent(known["gradient"], low),
-        "first": percent(known["lopti_low"], high),
-        "second": percent(known["lopti"] - known["lopti_low"], low),
-    }
+    first, both = known["lopti_low"], known["lopti"]
+    shares = {"tokens": percent(rollout.mask, low), "gradient": percent(known["gradient"], low)}
+    # what Lopti's passes move elsewhere: the likely tokens in the first, the others in the second
+    shares |= {"first": percent(first, high), "second": percent(both - first, low)}
     settings = {name: getattr(args, name) for name in SHOWN} | {"responses": len(values)}
     vocabulary = len(policy.get_output_embeddings().weight)
     return {"prompts": prompts, "shares": shares, "settings": settings, "vocabulary": vocabulary}
@@ -182,7 +174,7 @@ def page_data(policy, tokenizer, rows, args):
 def picture(data):
     """The first answer as an SVG: each token's gradient, then what Lopti's passes move."""
     answer, eta, drawn = data["prompts"][0]["answers"][0], data["settings"]["eta"], []
-    numbers, left, top = answer["tokens"], 20, 146
+    numbers, left, top = answer["tokens"], 20, 148
     first, both = numbers["lopti_low"], numbers["lopti"]
     second = [after - before for before, after in zip(first, both)]
     bar, triangle = 56 / (max(numbers["gradient"]) or 1), -27 / (max(map(abs, first + second)) or 1)
@@ -190,9 +182,9 @@ def picture(data):
     for i, text in enumerate(answer["texts"]):
         name = "end" if answer["special"][i] else text.strip() or "␣"
         name = "".join(letter if letter.isprintable() else "▯" for letter in name)
-        width = 11.5 * len(name) + 10  # of monospaced type
+        width = 11.5 * len(name) + 8  # of monospaced type
         if left + width > 620 or (drawn and "\n" in answer["texts"][i - 1]):
-            if top == 458:  # four lines are enough
+            if top == 460:  # four lines are enough
                 break
             left, top = 20, top + 104
         sizes = {"left": left, "top": top, "width": width, "middle": width / 2}
@@ -201,11 +193,11 @@ def picture(data):
         written = {key: f"{size:.1f}" for key, size in sizes.items()}
         kind = "low" if numbers["pi"][i] < eta else "high"
         drawn.append(Template(shape).substitute(written, kind=kind, name=escape(name)))
-        left += width + 4
+        left += width + 3
     shares = {name: f"{value:.0f}" for name, value in data["shares"].items()}
     sign = "rewarded" if answer["advantage"] > 0 else "punished"
     shares |= {"eta": eta, "sign": sign, "responses": data["settings"]["responses"]}
-    places = {"model": escape(data["model"]), "legend": top + 124, "height": top + 144}
+    places = {"model": escape(data["model"]), "legend": top + 120, "height": top + 140}
     return Template(whole).substitute(shares, **places, drawn="".join(drawn))
 
 
