@@ -9,8 +9,8 @@ page has the best and the worst answer to some prompts, each token coloured by �
 by the change of log π, and so on. The picture is an SVG that moves: the first of these answers, the
 gradient of each token, and what Lopti's two passes do to it.
 
-Beside --out and --picture it takes lopti.py's flags. α, η and the ρ of 80/20 are the papers' unless given; --show
-says how many prompts. An optimizer step takes the whole batch. All is in float32.
+Beside --out and --picture it takes lopti.py's flags. α, η and the ρ of 80/20 are the papers' unless
+given; --show says how many prompts. An optimizer step takes the whole batch. All is in float32.
 """
 
 import argparse
