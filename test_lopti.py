@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+import xml.etree.ElementTree
 from ast import literal_eval
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
@@ -1670,33 +1671,58 @@ def page_data(flags, path):
 
 @laboratory
 def test_the_token_pages_numbers(tmp_path, monkeypatch):
-    """Each by hand from the plain distribution; the change of log π from an update of our own."""
-    batches = []
+    """Each by hand from the plain distribution; the change of log π from updates of our own."""
+    batches, svg = [], tmp_path / "update.svg"
     spy(monkeypatch, diagnose, "collect", lambda batch, *inputs: batches.append(batch))
-    shown = page_data(PAGE_FLAGS, tmp_path / "tokens.html")
+    shown = page_data(f"{PAGE_FLAGS} --picture {svg}", tmp_path / "tokens.html")
     rollout, values, _ = batches[0]
-    policy, trained = (lopti.load_model(TINY, "cpu")[0] for _ in range(2))
+    policy, grpo, first = (lopti.load_model(TINY, "cpu")[0] for _ in range(3))
     args, pair = arguments("--mini-batch-size 0"), pages.best_and_worst(values, 4, 1)[0]
     assert values[pair[0]] == values[:4].max() or values[pair[0]] == values[4:].max()
-    lopti.update(trained, lopti.make_optimizer(trained, args), rollout, rollout.mask, args)
-    for index, answer in zip(pair, shown["prompts"][0]["answers"]):
-        (prompt, ids), numbers = plain_rows(rollout)[index], answer["tokens"]
+    low = rollout.mask & (rollout.old_logprobs.exp() < 0.5)
+    for trained, tokens in ((grpo, rollout.mask), (first, low)):
+        lopti.update(trained, lopti.make_optimizer(trained, args), rollout, tokens, args)
+    rows, found = plain_rows(rollout), []
+    for (prompt, ids), advantages in zip(rows, rollout.advantages):
         pi = plain_distribution(policy, prompt, ids, 1.0).detach().exp()  # (T, V)
-        chosen, advantage = pi.gather(1, ids[:, None])[:, 0], rollout.advantages[index].sum()
         slope = torch.nn.functional.one_hot(ids, len(TOKENIZER)) - pi  # of log π by the logits
+        chosen = pi.gather(1, ids[:, None])[:, 0]
+        moved = (plain_logprobs(one, (prompt, ids), 1.0).detach() for one in (grpo, first))
         expected = {
             "pi": chosen,
             "entropy": plain_entropy(pi.log()),
-            "gradient": (advantage / len(ids)).abs() * slope.norm(dim=1),
-            "ar": 0.3 * chosen + 0.7,
-            "low": (chosen < 0.5).float(),
-            "grpo_all": plain_logprobs(trained, (prompt, ids), 1.0).detach() - chosen.log(),
+            "gradient": (advantages.sum() / len(ids)).abs() * slope.norm(dim=1),
+            **{name: x - chosen.log() for name, x in zip(("grpo", "lopti_low"), moved)},
         }
+        found.append((expected, [TOKENIZER.batch_decode(x[:, None]) for x in pi.topk(5).indices]))
+    for index, answer in zip(pair, shown["prompts"][0]["answers"]):
+        expected, likeliest = found[index]
         for name, wanted in expected.items():
-            assert numbers[name] == pytest.approx(wanted.tolist(), rel=1e-3, abs=2e-5), name
-        assert "".join(answer["texts"]) == TOKENIZER.decode(ids)
-        likeliest = [[name for name, *_ in top[:5]] for top in answer["likeliest"]]
-        assert likeliest == [TOKENIZER.batch_decode(top[:, None]) for top in pi.topk(5).indices]
+            wanted = pytest.approx(wanted.tolist(), rel=1e-3, abs=2e-5)
+            assert answer["tokens"][name] == wanted, name
+        assert "".join(answer["texts"]) == TOKENIZER.decode(rows[index][1])
+        assert [[name for name, *_ in top[:5]] for top in answer["likeliest"]] == likeliest
+
+    text = svg.read_text(encoding="utf-8")  # the picture
+    root, words = xml.etree.ElementTree.fromstring(text), {}
+    assert not [node.tag for node in root.iter() if node.tag.endswith(("script", "image"))]
+    assert len(text.encode()) < 80_000
+    each = {
+        name: torch.cat([expected[name].abs() for expected, _ in found]) for name in found[0][0]
+    }
+    low = each["pi"] < 0.5
+    sums = {"tokens": (low.float(), low), "gradient": (each["gradient"], low)}
+    sums |= {"first": (each["lopti_low"], ~low)}
+    words = {"tokens": "of the tokens", "gradient": "of the gradient", "first": "of all change"}
+    for name, (sizes, part) in sums.items():
+        total = len(low) if name == "tokens" else sizes.sum()
+        assert shown["shares"][name] == pytest.approx(
+            100 * float(sizes[part].sum() / total), abs=0.05
+        )
+        assert f"{shown['shares'][name]:.0f} % {words[name]}" in "".join(root.itertext())
+    bars = [float(height) for height in re.findall(r"h14v([\d.]+)h", text)]
+    wanted = 56 * found[pair[0]][0]["gradient"] / found[pair[0]][0]["gradient"].max()
+    assert bars == pytest.approx(wanted[: len(bars)].tolist(), abs=0.06) and len(bars) > 5
 
 
 @laboratory

@@ -1,14 +1,16 @@
 """One update, token by token: a page to open beside the paper, in any browser, without a network.
 
     python data/lab/tokens.py                             # tokens.html, of the bundled policy
+    python data/lab/tokens.py --picture update.svg        # and a picture of its first answer
     python data/lab/tokens.py --model FOLDER --task math --data problems.jsonl --out page.html
 
-The policy answers a batch of training prompts. A copy of it makes one update with GRPO, one with
-AR, one with Lopti. The page has the best and the worst answer to some prompts, each token coloured
-by π, by its gradient, by the change of log π, and so on.
+The policy answers a batch of training prompts. A copy of it makes one update with each method. The
+page has the best and the worst answer to some prompts, each token coloured by π, by its gradient,
+by the change of log π, and so on. The picture is an SVG that moves: the first of these answers, the
+gradient of each token, and what Lopti's two passes do to it.
 
-Beside --out it takes lopti.py's flags. α, η and the other methods' ρ are the papers' unless given;
---show says how many prompts. An optimizer step takes the whole batch. All is in float32.
+Beside --out and --picture it takes lopti.py's flags. α, η and the ρ of 80/20 are the papers' unless
+given; --show says how many prompts. An optimizer step takes the whole batch. All is in float32.
 """
 
 import argparse
@@ -18,6 +20,8 @@ import shlex
 import sys
 from itertools import accumulate, pairwise
 from pathlib import Path
+from string import Template
+from xml.sax.saxutils import escape
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
@@ -29,11 +33,10 @@ import torch
 import lopti
 import rewards
 
-TEMPLATE = HERE / "tokens.html.in"
-DEFAULTS = {"alpha": 0.3, "eta": 0.5, "top_entropy": 0.2, "min_p": 2.3e-6, "show": 3}
-SHOWN = (*DEFAULTS, "group_size", "temperature", "learning_rate", "stapo_tau")
-# The updates are GRPO's, AR's and Lopti's alone; which tokens the others keep is only shown.
-UPDATE = {"mini_batch_size": 0, "stapo": False, "top_entropy": 0, "min_p": 0}
+DEFAULTS = {"alpha": 0.3, "eta": 0.5, "top_entropy": 0.2, "show": 3}
+SHOWN = (*DEFAULTS, "group_size", "temperature", "learning_rate")
+# Which tokens 80/20 keeps is only shown.
+UPDATE = {"mini_batch_size": 0, "stapo": False, "top_entropy": 0, "min_p": 0.0}
 
 
 def token_texts(tokenizer, ids):
@@ -46,73 +49,60 @@ def token_texts(tokenizer, ids):
     return [whole[start:end] for start, end in pairwise([*starts, len(whole)])]
 
 
-def token_name(tokenizer, id):
-    """The text of a token alone, or its name in the vocabulary where that is no whole character."""
-    text = tokenizer.decode([id])
-    return text if text and "\ufffd" not in text else str(tokenizer.convert_ids_to_tokens(id))
-
-
-def before_update(rollout, entropies, args):
-    """What is known of each token before the first step: {name: (B, L)}."""
-    pi, advantages, mask = rollout.old_logprobs, rollout.advantages, rollout.mask
-    weight = theory.gradient_weight(pi, pi, advantages, ref_logprobs=rollout.ref_logprobs)
-    stapo = (pi, entropies, advantages, mask, args.stapo_tau, args.stapo_quantile)
-    return {
-        "pi": pi.exp(),
-        "entropy": entropies,
-        "advantage": advantages,
-        "gradient": weight.abs(),  # times ‖∇_z log π‖, from `at_the_logits`
-        "ar": lopti.reweight_advantages(torch.ones_like(pi), pi, args.alpha),
-        "low": lopti.split_tokens(pi, mask, args.eta)[0],
-        "stapo": lopti.stapo_mask(*stapo),
-        "eighty_twenty": lopti.entropy_mask(entropies, mask, args.top_entropy),
-    }
-
-
 @torch.no_grad()
-def at_the_logits(policy, tokenizer, response, args):
-    """What needs the whole distribution at each of the T tokens of a Rollout of one response.
-
-    Returns ‖∇_z log π‖ (T,), whether min-p keeps the token (T,), and the five likeliest tokens,
-    [name, π, whether it is the sampled one] each; that one comes sixth if it is not among them.
-    """
-    logits = lopti.token_logits(policy, response.ids, response.mask, args.temperature)
-    ids, norms, safe, likeliest = response.ids[response.mask], [], [], []
-    for z, chosen in zip(logits.split(256), ids.split(256)):  # (256, V) at a time
-        norms.append(theory.logit_gradient_norm(z, chosen))
-        safe.append(lopti.safe_vocabulary(z, args.min_p).gather(1, chosen[:, None])[:, 0])
-        for pi, id in zip(z.softmax(-1), chosen.tolist()):
-            top = list(dict.fromkeys([*pi.topk(5).indices.tolist(), id]))
-            names = [token_name(tokenizer, other) for other in top]
-            likeliest.append(list(zip(names, rounded(pi[top]), [other == id for other in top])))
-    return torch.cat(norms), torch.cat(safe), likeliest
+def at_the_logits(policy, rollout, args):
+    """‖∇_z log π‖ (B, L), and for each response the five largest π and their ids, (T, 5) each."""
+    norms, likeliest = [], []
+    for row in range(len(rollout.ids)):
+        response = rollout.rows([row])
+        logits = lopti.token_logits(policy, response.ids, response.mask, args.temperature)
+        norms.append(theory.logit_gradient_norm(logits, response.ids[response.mask]))
+        likeliest.append(logits.softmax(-1).topk(5))
+    return lopti.spread(torch.cat(norms), rollout.mask), likeliest
 
 
-def after_updates(policy, rollout, shown, args):
-    """Δ log π of the responses `shown` after each stage of each method: {name: (shown, L)}.
+def after_updates(policy, rollout, args):
+    """Δ log π after each step of each method: {name: (B, L)}.
 
     Each method updates its own copy of the policy, on the whole rollout, with a new optimizer.
     """
-
-    def logprobs(model):
-        return lopti.score(model, rollout.rows(shown), args)[0]
-
-    args = diagnose.changed(args, **UPDATE)
-    before, changes = logprobs(policy), {}
-    low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
-    for method, alpha, eta in (("grpo", 0, 0), ("ar", args.alpha, 0), ("lopti", 0, args.eta)):
+    before, every, changes = rollout.old_logprobs, rollout.mask, {}
+    low, high = lopti.split_tokens(before, every, args.eta)
+    methods = (  # α, and the tokens of each step
+        (0, {"grpo": every, "two_passes": every}),
+        (args.alpha, {"ar": every}),
+        (0, {"lopti_low": low, "lopti": high}),
+        (0, {"reversed_high": high, "reversed": low}),
+    )
+    for alpha, steps in methods:
         trained = copy.deepcopy(policy)
         optimizer = lopti.make_optimizer(trained, args)
-        weighted = lopti.reweight_advantages(rollout.advantages, rollout.old_logprobs, alpha)
+        weighted = lopti.reweight_advantages(rollout.advantages, before, alpha)
         batch = diagnose.changed(rollout, advantages=weighted)
-        for stage, tokens in lopti.update_stages(low, high, rollout.mask, eta):
+        for name, tokens in steps.items():
             lopti.update(trained, optimizer, batch, tokens, args)
-            changes[f"{method}_{stage}"] = logprobs(trained) - before
+            changes[name] = lopti.score(trained, rollout, args)[0] - before
     return changes
 
 
-def rounded(values):
-    return [float(f"{value:.4g}") for value in values.tolist()]
+def short(value):
+    """A number as the page writes it, with four digits.
+
+    >>> [short(value) for value in (2 / 3, 1.0)]
+    [0.6667, 1]
+    """
+    number = float(f"{value:.4g}")
+    return int(number) if number.is_integer() else number
+
+
+def percent(sizes, part):
+    """The absolute sizes in a part of the tokens, in % of all: two (B, L) → a number.
+
+    >>> percent(torch.tensor([[3.0, -1.0]]), torch.tensor([[False, True]]))
+    25
+    """
+    sizes = sizes.float().abs()
+    return short(100 * (sizes * part).sum() / sizes.sum().clamp(min=1e-30))
 
 
 def best_and_worst(values, group_size, count):
@@ -127,44 +117,91 @@ def best_and_worst(values, group_size, count):
     return [(best, worst) for best, worst in order[chosen][:, [-1, 0]].tolist()]
 
 
+def with_names(tokenizer, likeliest, ids, pi):
+    """[text, π] of the likeliest tokens at T places and of the sampled ones, which a 1 marks."""
+    places = []
+    for shares, others, id, own in zip(*map(torch.Tensor.tolist, (*likeliest, ids, pi))):
+        found = {**dict(zip(others, shares)), id: own}.items()
+        places.append([[tokenizer.decode([i]), short(x)] + [1] * (i == id) for i, x in found])
+    return places
+
+
 def page_data(policy, tokenizer, rows, args):
     """All that the page shows; `rows` are the prompts of the batch."""
     torch.manual_seed(args.seed)
-    whole = diagnose.changed(args, min_p=0.0)  # the page shows what min-p would leave out
-    rollout, values, entropies = diagnose.collect(policy, tokenizer, rows, whole)
+    plain = diagnose.changed(args, **UPDATE)
+    rollout, values, entropies = diagnose.collect(policy, tokenizer, rows, plain)
     if args.kl_coef:  # in the first step the policy is its own reference
         rollout.ref_logprobs = rollout.old_logprobs
-    pairs = best_and_worst(values.cpu(), args.group_size, args.show)
-    shown, special = [index for pair in pairs for index in pair], set(tokenizer.all_special_ids)
-    known, changes = (
-        before_update(rollout, entropies, args),
-        after_updates(policy, rollout, shown, args),
-    )
-    answers = []
-    for number, index in enumerate(shown):
-        response = rollout.rows([index])
-        norms, safe, likeliest = at_the_logits(policy, tokenizer, response, args)
-        ids, place = response.ids[response.mask].tolist(), rollout.mask[index].nonzero()[:, 0]
-        tokens = {name: of_tokens[index, place] for name, of_tokens in known.items()}
-        tokens |= {"gradient": tokens["gradient"] * norms, "min_p": safe}
-        tokens |= {name: change[number, place] for name, change in changes.items()}
-        answer = {
-            "reward": rounded(values[[index]])[0],
+    norms, likeliest = at_the_logits(policy, rollout, args)
+    known = {
+        "pi": rollout.old_logprobs.exp(),
+        "entropy": entropies,
+        "gradient": rollout.advantages.abs() * norms,  # before the first step w of Eq. 2 is Â
+        "eighty_twenty": lopti.entropy_mask(entropies, rollout.mask, args.top_entropy),
+        **after_updates(policy, rollout, plain),
+    }
+
+    def answer(index):
+        inside = rollout.mask[index]
+        ids, (advantage, *_) = rollout.ids[index, inside], rollout.advantages[index, inside]
+        tokens = {name: each[index, inside] for name, each in known.items()}
+        return {
+            "reward": short(values[index]),
+            "advantage": short(advantage),
             "truncated": bool(rollout.truncated[index]),
+            "texts": token_texts(tokenizer, ids.tolist()),
+            "special": [int(id in tokenizer.all_special_ids) for id in ids.tolist()],
+            "tokens": {name: list(map(short, tokens[name].tolist())) for name in tokens},
+            "likeliest": with_names(tokenizer, likeliest[index], ids, tokens["pi"]),
         }
-        answer |= {"tokens": {name: rounded(of_tokens) for name, of_tokens in tokens.items()}}
-        answer |= {"texts": token_texts(tokenizer, ids), "special": [id in special for id in ids]}
-        answers.append(answer | {"likeliest": likeliest})
+
     prompts = []
-    for (best, _), pair in zip(pairs, zip(answers[::2], answers[1::2])):
-        row = rows[best // args.group_size]
-        prompts.append({"text": row["prompt"], "solution": row["solution"], "answers": pair})
+    for pair in best_and_worst(values.cpu(), args.group_size, args.show):
+        row = rows[pair[0] // args.group_size]
+        answers = [answer(index) for index in pair]
+        prompts.append({"text": row["prompt"], "solution": row["solution"], "answers": answers})
+    low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
+    first, both = known["lopti_low"], known["lopti"]
+    shares = {"tokens": percent(rollout.mask, low), "gradient": percent(known["gradient"], low)}
+    # what Lopti's passes move elsewhere: the likely tokens in the first, the others in the second
+    shares |= {"first": percent(first, high), "second": percent(both - first, low)}
     settings = {name: getattr(args, name) for name in SHOWN} | {"responses": len(values)}
     vocabulary = len(policy.get_output_embeddings().weight)
-    return {"prompts": prompts, "settings": settings, "vocabulary": vocabulary}
+    return {"prompts": prompts, "shares": shares, "settings": settings, "vocabulary": vocabulary}
 
 
-def write_page(args, out, command):
+def picture(data):
+    """The first answer as an SVG: each token's gradient, then what Lopti's passes move."""
+    answer, eta, drawn = data["prompts"][0]["answers"][0], data["settings"]["eta"], []
+    numbers, left, top = answer["tokens"], 20, 148
+    first, both = numbers["lopti_low"], numbers["lopti"]
+    second = [after - before for before, after in zip(first, both)]
+    bar, triangle = 56 / (max(numbers["gradient"]) or 1), -27 / (max(map(abs, first + second)) or 1)
+    whole, shape = (HERE / "update.svg.in").read_text(encoding="utf-8").split("TOKEN\n")
+    for i, text in enumerate(answer["texts"]):
+        name = "end" if answer["special"][i] else text.strip() or "␣"
+        name = "".join(letter if letter.isprintable() else "▯" for letter in name)
+        width = 11.5 * len(name) + 8  # of monospaced type
+        if left + width > 620 or (drawn and "\n" in answer["texts"][i - 1]):
+            if top == 460:  # four lines are enough
+                break
+            left, top = 20, top + 104
+        sizes = {"left": left, "top": top, "width": width, "middle": width / 2}
+        sizes |= {"gradient": bar * numbers["gradient"][i]}
+        sizes |= {"first": triangle * first[i], "second": triangle * second[i]}
+        written = {key: f"{size:.1f}" for key, size in sizes.items()}
+        kind = "low" if numbers["pi"][i] < eta else "high"
+        drawn.append(Template(shape).substitute(written, kind=kind, name=escape(name)))
+        left += width + 3
+    shares = {name: f"{value:.0f}" for name, value in data["shares"].items()}
+    sign = "rewarded" if answer["advantage"] > 0 else "punished"
+    shares |= {"eta": eta, "sign": sign, "responses": data["settings"]["responses"]}
+    places = {"model": escape(data["model"]), "legend": top + 120, "height": top + 140}
+    return Template(whole).substitute(shares, **places, drawn="".join(drawn))
+
+
+def write_page(args, options, command):
     device = lopti.choose_device(args.device)
     policy, tokenizer = lopti.load_model(args.model, device)
     source = args.data or lopti.HERE / "data" / f"{args.task}_train.jsonl"
@@ -175,20 +212,23 @@ def write_page(args, out, command):
     data = {"model": model, "command": command, **page_data(policy, tokenizer, batch, args)}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     text = text.replace("<", r"\u003c")  # no token can end the script element that holds the data
-    page = TEMPLATE.read_text(encoding="utf-8").replace("DATA", text, 1)
-    out.write_text(page, encoding="utf-8")
-    print(f"{out}: {len(data['prompts'])} prompts, {out.stat().st_size / 1000:.0f} KB")
+    page = (HERE / "tokens.html.in").read_text(encoding="utf-8").replace("DATA", text, 1)
+    options.out.write_text(page, encoding="utf-8")
+    if options.picture:
+        options.picture.write_text(picture(data), encoding="utf-8")
+    print(f"{options.out}: {len(data['prompts'])} prompts, {len(page.encode()) / 1000:.0f} KB")
 
 
 def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG of its first answer")
     try:
         options, flags = parser.parse_known_args(argv)
         args = lopti.parse_arguments([*flags, "--dtype", "float32"])
         vars(args).update({name: vars(args)[name] or value for name, value in DEFAULTS.items()})
-        write_page(args, options.out, shlex.join(["python", "data/lab/tokens.py", *flags]))
+        write_page(args, options, shlex.join(["python", "data/lab/tokens.py", *flags]))
         return 0
     except (lopti.UserError, OSError, torch.OutOfMemoryError) as error:
         print(f"tokens.py: {error}", file=sys.stderr)
