@@ -197,7 +197,7 @@ def picture(data):
     shares = {name: f"{value:.0f}" for name, value in data["shares"].items()}
     sign = "rewarded" if answer["advantage"] > 0 else "punished"
     shares |= {"eta": eta, "sign": sign, "responses": data["settings"]["responses"]}
-    places = {"model": escape(data["model"]), "legend": top + 120, "height": top + 140}
+    places = {"legend": top + 120, "height": top + 140}
     return Template(whole).substitute(shares, **places, drawn="".join(drawn))
 
 
