@@ -113,6 +113,32 @@ def binary_world_progress(p, decisions, words, synonyms, responses, alpha=0.0):
     return signal / math.sqrt(energy)
 
 
+def world_moments(world, words, weights, responses, group_size):
+    """Signals (M,) and inner products (M, M) of gradients in which a token counts m(π).
+
+    Of world.py's worlds with a table of logits, exact up to O(1/G) of the noise; M `weights` m.
+    `words` (1, K): the probabilities of the synonyms. Advantages add up to 0 in a group. So the
+    noise of a row is a variance: the second moment of m(e - π) minus its mean's square. Two passes
+    share noise where both move the same row.
+    """
+    p, n = torch.tensor(world.accuracy), responses
+    signals = torch.stack([(1 - p) * m(p) + p * m(1 - p) for m in weights])
+    # A group's own mean and deviation take (1 - 1/G) and (1 - 1/4(G-1))² from the mean gradient.
+    mean_part = (1 - 1 / group_size) * (1 - 1 / (4 * group_size - 4)) ** 2 - 1 / n
+    products = 2 * p * (1 - p) * mean_part * torch.outer(signals, signals)
+    rows = [(world.decisions, 1.0, torch.stack([p, 1 - p]))]
+    branches = (p, 1 - p) if world.late else (1.0,)  # how often a row of wording is visited
+    rows += [(world.wording, visits, pi) for visits in branches for pi in words]
+    for number, (count, visits, pi) in enumerate(rows):
+        scores, weighted = torch.eye(len(pi)) - pi, torch.stack([m(pi) for m in weights])
+        means = (weighted * pi) @ scores  # Σ_a m π (e_a - π) = ∇ Σ m π
+        second = (weighted * pi * scores.square().sum(1)) @ weighted.T
+        products += count / n * (visits * second - visits**2 * means @ means.T)
+        if number and world.late:  # the bias: V(s) ∇ Σ m π at every wording token
+            products += count * p * (1 - p) / world.decisions * mean_part * means @ means.T
+    return signals, products
+
+
 def split_gain(sigma, phi, cosine=0.0, passes=1):
     """Unit progress of Lopti's two steps of length 1 over plain GRPO's. Numbers → a number.
 
