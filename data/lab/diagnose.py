@@ -53,40 +53,42 @@ BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into diff
 ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference
 
-# What is printed under each question: titles of columns, or a number's name, digits and the paper's
-# values (of Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82; read off its figures).
-NAMES = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
-PAGE = {
-    "Has it the problem?": (
-        ("", NAMES),
-        ("share of tokens", 2, "0.19 0.10 0.10 0.61"),
-        ("‖gradient‖ (of all tokens: 1)", 2, "0.88 0.44 0.29 0.18"),
-        ("an update on", ("π < .25 alone", "π ≥ .75 alone", "difference")),
-        ("moves π ≥ .75 (an update on all: 1)", 2, "≈1 smaller"),
-        ("after a step of", ("GRPO", "GRPO, twice", "AR", "Lopti")),
-        ("share of rewarded π ≥ .75 that rise", 3, "0.497 – 0.526 0.534"),
-    ),
-    "Would AR help? It does if the signal sits at likelier tokens than the energy.": (
-        ("", NAMES),
-        ("share of the energy", 2),
-        ("share of the signal", 2),
-        ("", ("by signal: E_s", "by energy: E_v", "difference")),
-        ("mean π", 2),
-        ("", None),  # the α
-        ("gain in %, predicted", 1),
-        ("gain in %, measured", 1),
-        ("gain in %, measured, without the bias", 1),
-        ("the bias along ∇J (signal: 1)", 2),
-    ),
-    "Would Lopti help? It does if π ≥ η holds more of the signal than the threshold.": (
-        ("", ("its share", "threshold")),
-        ("signal of π ≥ η", 2, "– 0.18"),
-        ("gain in %", ("predicted", "measured")),
-        ("an optimizer for each pass", 1),
-        ("AdamW (GRPO: 1)", ("distance", "progress", "per distance")),
-        ("one AdamW for both passes", 2),
-    ),
-}
+# What is printed: names of numbers, with their digits, and headings. The paper's numbers are read
+# off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
+PAGE = """\
+Has it the problem?
+                                                π < .25      .25 to .5      .5 to .75        π ≥ .75
+  share of tokens | 2
+      the paper's 7B model                         0.19           0.10           0.10           0.61
+  ‖gradient‖ (of all tokens: 1) | 2
+      the paper's 7B model                         0.88           0.44           0.29           0.18
+  an update on                            π < .25 alone  π ≥ .75 alone     difference
+  moves π ≥ .75 (an update on all: 1) | 2
+      the paper's 7B model                           ≈1        smaller
+  after a step of                                  GRPO    GRPO, twice             AR          Lopti
+  share of rewarded π ≥ .75 that rise | 3
+      the paper's 7B model                        0.497              –          0.526          0.534
+
+Would AR help? It does if the signal sits at likelier tokens than the energy.
+                                                π < .25      .25 to .5      .5 to .75        π ≥ .75
+  share of the energy | 2
+  share of the signal | 2
+                                         by signal: E_s by energy: E_v     difference
+  mean π | 2
+  ALPHAS
+  gain in %, predicted | 1
+  gain in %, measured | 1
+  gain in %, measured, without the bias | 1
+  the bias along ∇J (signal: 1) | 2
+
+Would Lopti help? It does if π ≥ η holds more of the signal than the threshold.
+                                              its share      threshold
+  signal of π ≥ η | 2
+      the paper's 7B model                            –           0.18
+  gain in %                                   predicted       measured
+  an optimizer for each pass | 1
+  AdamW (GRPO: 1)                              distance       progress   per distance
+  one AdamW for both passes | 2"""
 
 
 def changed(settings, **changes):
@@ -338,53 +340,51 @@ def move_statistics(moved, used):
 # ---- in words
 
 
-def table(found, rows, args):
-    """Some rows of PAGE as text. found: name → (value, half of its interval)."""
-    lines = []
-
-    def add(label, cells):
-        cells = ["?" if "nan" in cell else cell.replace("-", "−") for cell in cells]
-        lines.append(f"  {label:<38}" + "".join(f"{cell:>15}" for cell in cells))
-
-    for name, what, *paper in rows:
-        if name in found:
-            add(name, [f"{x:.{what}f} ± {half:.{what}f}" for x, half in zip(*found[name])])
-        else:
-            add(name, what or [f"α = {alpha:g}" for alpha in alphas_of(args)])
-        for cells in paper:
-            add("    the paper's 7B model", cells.split())
+def page(found, args):
+    """The three questions, answers and their numbers. found: name → (value, half of interval)."""
+    lines, answers = [], iter(sentences(found, args))
+    for line in PAGE.splitlines():
+        label, bar, digits = line.partition(" | ")
+        cells = []
+        if bar:
+            pairs = zip(*found[label.strip()])
+            cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
+        elif label == "  ALPHAS":
+            label, cells = "", [f"α = {alpha:g}" for alpha in alphas_of(args)]
+        cells = "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
+        lines.append(f"{label:<40}{cells}" if cells else label)
+        if "?" in label:
+            lines += textwrap.wrap("  " + next(answers), 98, subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def percent(value, half):
-    """'3 % (−4 to 11 %)'."""
-    value, low, high = (round(x) for x in (value, value - half, value + half))
-    return f"{value} % ({low} to {high} %)".replace("-", "−")
+def compared(gain, half):
+    """A gain in % over GRPO with its interval, and what to expect of it.
 
-
-def verdict(gain, half):
-    """What to expect of a gain in %.
-
-    >>> [verdict(*pair) for pair in ((3.5, 7.5), (10, 7.5), (-10, 7.5), (10, 12))]
-    ['it makes little difference', 'it helps', 'it does harm', 'not decided, take more --batches']
+    >>> compared(-3.4, 7.6)
+    '3 % less reward than GRPO (95 % interval: −11 to 4 %): little difference'
+    >>> [compared(*pair).split(": ")[2] for pair in ((10, 7.5), (-10, 7.5), (10, 12))]
+    ['it helps', 'it does harm', 'not decided, take more --batches']
     """
-    if abs(gain) > half:
-        return "it helps" if gain > 0 else "it does harm"
     small = abs(gain) + half < SMALL
-    return "it makes little difference" if small else "not decided, take more --batches"
+    answer = "little difference" if small else "not decided, take more --batches"
+    if abs(gain) > half:
+        answer = "it helps" if gain > 0 else "it does harm"
+    interval = f"{round(gain - half)} to {round(gain + half)} %".replace("-", "−")
+    amount = f"{abs(round(gain))} % {'less' if round(gain) < 0 else 'more'}"
+    return f"{amount} reward than GRPO (95 % interval: {interval}): {answer}"
 
 
 def sentences(found, args):
     """The three answers in words."""
     share, (ratio, half) = found["share of tokens"][0][0], found["ratio"]
     moved, halves = found["moves π ≥ .75 (an update on all: 1)"]
-    has = ratio - half > 1 and moved[2] > halves[2]
+    answer = "Yes" if ratio - half > 1 and moved[2] > halves[2] else "Not surely"
     problem = (
-        f"{'Yes' if has else 'Not surely'}. {100 * share:.0f} % of the tokens are unlikely (π < "
-        f".25). Their gradient is {ratio:.1f} ± {half:.1f} times as long as that of the likely ones "
-        f"(π ≥ .75; in the paper 4.8 times). An update on the unlikely ones alone moves the likely "
-        f"ones {moved[0]:.2f} times as far as an update on all, one on the likely ones {moved[1]:.2f} "
-        "times."
+        f"{answer}. {100 * share:.0f} % of the tokens are unlikely (π < .25). Their gradient is "
+        f"{ratio:.1f} ± {half:.1f} times as long as that of the likely ones (π ≥ .75; in the paper "
+        f"4.8 times). An update on the unlikely ones alone moves the likely ones {moved[0]:.2f} "
+        f"times as far as an update on all, one on the likely ones {moved[1]:.2f} times."
     )
     if not found["progress"][0] > found["progress"][1]:
         unsure = "GRPO's own progress is not surely above 0, so nothing can be compared with it"
@@ -393,15 +393,13 @@ def sentences(found, args):
     own = found["an optimizer for each pass"][:, 1]
     distance, _, per_distance = found["one AdamW for both passes"].T
     per_distance = 100 * per_distance - [100, 0]
-    of_steps = "A step of given length gains {} more reward than GRPO's."
-    return [
-        problem,
-        f"At α = {args.alpha:g}: {verdict(*gain)}. {of_steps.format(percent(*gain))}",
-        f"At η = {args.eta:g}, with an optimizer for each pass: {verdict(*own)}. "
-        f"{of_steps.format(percent(*own))} With one AdamW, as in lopti.py, its two steps lead "
-        f"{distance[0]:.2f} times as far as GRPO's one. For each distance they gain "
-        f"{percent(*per_distance)} more: {verdict(*per_distance)}.",
-    ]
+    ar = f"With steps of the same length AR at α = {args.alpha:g} gains {compared(*gain)}."
+    two_passes = (
+        f"With steps of the same length and an optimizer for each pass Lopti at η = {args.eta:g} "
+        f"gains {compared(*own)}. With one AdamW, as in lopti.py, it goes {distance[0]:.2f} times "
+        f"as far as GRPO; over the same length it gains {compared(*per_distance)}."
+    )
+    return [problem, ar, two_passes]
 
 
 # ---- the command
@@ -470,10 +468,8 @@ def main(argv=None):
     rows, held_out = lopti.load_data(args, tokenizer)
     lopti.check_model(policy, tokenizer, rows + held_out, args)
     found, text = measure(policy, tokenizer, rows, options.batches, args)
-    print(f"{text}, {time.process_time() - started:.0f} s of processor time")
-    for (question, rows), answer in zip(PAGE.items(), sentences(found, args)):
-        answer = textwrap.fill(answer, 98, initial_indent="  ", subsequent_indent="  ")
-        print(f"\n{question}", answer, table(found, rows, args), sep="\n")
+    print(f"{text}, {time.process_time() - started:.0f} s of processor time\n")
+    print(page(found, args))
     if options.plot:
         from plot import draw_diagnosis  # needs matplotlib
 

@@ -79,7 +79,7 @@ class World:
     favourite: float = 0.0  # the probability of one synonym; 0: all are equally likely
     late: bool = False  # the wording has other logits where the first decision was right
     groups: int = 1  # groups of 8 responses for each step
-    optimizer: str = "unit steps"  # or "one AdamW" or "an AdamW for each pass"
+    optimizer: str = "unit steps"  # or "one AdamW"
     parameters: int = 32  # that all logits share; 0: a table of logits, nothing is shared
 
     def start_logits(self):
@@ -182,18 +182,16 @@ def train(world, name, rate, steps, seeds, block):
     if world.parameters:
         features = torch.randn(seeds, start.numel(), world.parameters, generator=generator)
         features /= world.parameters**0.5
-    seed, optimizers = torch.arange(seeds)[:, None, None], {}
+    seed, adamw = torch.arange(seeds)[:, None, None], torch.optim.AdamW([theta], lr=rate)
 
     def logits_now():  # (S, R, V)
         moved = (features @ theta[..., None]) if world.parameters else theta
         return start + moved.view(seeds, *start.shape)
 
-    def step(stage):  # for every seed on its own
-        if world.optimizer == "unit steps":
-            theta.data -= rate * theta.grad / theta.grad.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        else:
-            key = stage if world.optimizer == "an AdamW for each pass" else "all"
-            optimizers.setdefault(key, torch.optim.AdamW([theta], lr=rate)).step()
+    def step():  # for every seed on its own
+        if world.optimizer == "one AdamW":
+            return adamw.step()
+        theta.data -= rate * theta.grad / theta.grad.norm(dim=1, keepdim=True).clamp(min=1e-30)
 
     history = [measure(world, logits_now())]
     for _ in range(steps):
@@ -222,7 +220,7 @@ def train(world, name, rate, steps, seeds, block):
                 loss = loss + lopti.bias_correction(*every, *weights) / normalizer
             theta.grad = None
             loss.backward()
-            step(stage)
+            step()
         history.append(measure(world, logits_now()))
     return *(torch.stack(values) for values in zip(*history)), theta.detach()
 
@@ -269,10 +267,11 @@ def draw_gains(rows):
         points = [(r["predicted"], r["simulated"]) for r in rows if r["gain_of"] == name]
         axis.plot(*zip(*points), mark, label=name, color=color, markersize=9, mec="white")
     ticks = {"ticks": [0.5, 1, 2, 4], "labels": [0.5, 1, 2, 4]}
-    axis.set(xscale="log", yscale="log", xlim=(0.3, 7), ylim=(0.3, 7))
+    limits = {"xscale": "log", "yscale": "log", "xlim": (0.3, 7), "ylim": (0.3, 7)}
+    labels = "gain over GRPO that the theorem predicts", "gain in the simulation"
+    axis.set(**limits, xlabel=labels[0], ylabel=labels[1])
     axis.set_xticks(**ticks), axis.set_yticks(**ticks)
     axis.minorticks_off()
-    axis.set(xlabel="gain over GRPO that the theorem predicts", ylabel="gain in the simulation")
     count = len({str(row["world"]) for row in rows})
     axis.set_title(f"How far a step of given length gets, in {count} worlds")
     axis.legend(loc="upper left", title="a mark is a world")
