@@ -1963,6 +1963,10 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     plain, ar, split = ((step * others).sum(1).mean() for step in steps)
     assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))
     assert found["an optimizer for each pass"][1] == pytest.approx(float(100 * (split / plain - 1)))
+    found |= diagnose.adam_statistics(low, high, range(5))
+    found |= diagnose.move_statistics([(np.ones(3), np.ones(4))], [0])
+    page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in found.items()}, args)
+    assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 3
     monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
     with pytest.raises(lopti.UserError, match="only 0 of 3 mini-batches have .*0 % of the ans"):
         diagnose.main([*SMALL_BATCH, "--batches", "3"])

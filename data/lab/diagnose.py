@@ -53,10 +53,11 @@ BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into diff
 ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference
 
-# What is printed: names of numbers, with their digits, and headings. The paper's numbers are read
+# What is printed: names of numbers, with their digits, and text. The paper's numbers are read
 # off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
 PAGE = """\
 Has it the problem?
+ANSWER
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of tokens | 2
       the paper's 7B model                         0.19           0.10           0.10           0.61
@@ -69,7 +70,9 @@ Has it the problem?
   share of rewarded π ≥ .75 that rise | 3
       the paper's 7B model                        0.497              –          0.526          0.534
 
-Would AR help? It does if the signal sits at likelier tokens than the energy.
+Would AR help? It does if the signal (what tokens add to the reward) sits at likelier tokens than
+the energy (what they add to the length of a step).
+ANSWER
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of the energy | 2
   share of the signal | 2
@@ -81,7 +84,9 @@ Would AR help? It does if the signal sits at likelier tokens than the energy.
   gain in %, measured, without the bias | 1
   the bias along ∇J (signal: 1) | 2
 
-Would Lopti help? It does if π ≥ η holds more of the signal than the threshold.
+Would Lopti help? It does if the likely tokens (π ≥ η) hold more of the signal than a threshold,
+which follows from the lengths of the two gradients.
+ANSWER
                                               its share      threshold
   signal of π ≥ η | 2
       the paper's 7B model                            –           0.18
@@ -346,15 +351,16 @@ def page(found, args):
     for line in PAGE.splitlines():
         label, bar, digits = line.partition(" | ")
         cells = []
+        if line == "ANSWER":
+            lines += textwrap.wrap("  " + next(answers), 98, subsequent_indent="  ")
+            continue
         if bar:
             pairs = zip(*found[label.strip()])
             cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
-        elif label == "  ALPHAS":
+        elif line == "  ALPHAS":
             label, cells = "", [f"α = {alpha:g}" for alpha in alphas_of(args)]
         cells = "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
         lines.append(f"{label:<40}{cells}" if cells else label)
-        if "?" in label:
-            lines += textwrap.wrap("  " + next(answers), 98, subsequent_indent="  ")
     return "\n".join(lines)
 
 
