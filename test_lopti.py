@@ -1835,14 +1835,17 @@ def binary_world(p, decisions, words, synonyms, responses, alpha=0.0, batches=50
 
 @pytest.mark.parametrize("p, words, synonyms", [(0.8, 0, 8), (0.6, 100, 8), (0.9, 100, 3)])
 def test_progress_in_the_binary_world(p, words, synonyms):
-    """AR's closed form and the split's gain on sampled groups; without words all is parallel."""
-    world = (p, 10, words, synonyms, 64)
+    """AR's progress and the split's gain on sampled groups; without words all is parallel."""
+    settings = (p, 10, words, synonyms, 64)
     unit = lambda x: (x[:, :10] - x[:, 10:20]).sum(1) / x.norm(dim=1) * (p * (1 - p) / 10) ** 0.5
-    low, high = binary_world(*world)
-    plain, reweighted = (unit(x).mean() for x in (low + high, sum(binary_world(*world, 0.3))))
-    expected = [theory.binary_world_progress(*world, alpha) for alpha in (0, 0.3)]
-    assert plain == pytest.approx(expected[0], rel=0.02)
-    assert reweighted / plain == pytest.approx(expected[1] / expected[0], abs=1e-3)
+    low, high = binary_world(*settings)
+    plain, reweighted = (unit(x).mean() for x in (low + high, sum(binary_world(*settings, 0.3))))
+    of, weights = world.World(p, 10, words), [torch.ones_like, lambda pi: 1 - 0.3 * (1 - pi)]
+    pi = torch.full((1, synonyms), 1 / synonyms)
+    signals, products = theory.world_moments(of, pi, weights, 64, 64)
+    expected = 2 * p * (1 - p) * signals / products.diagonal() ** 0.5
+    assert plain == pytest.approx(float(expected[0]), rel=0.02)
+    assert reweighted / plain == pytest.approx(float(expected[1] / expected[0]), abs=1e-3)
     low_2, high_2, both = (
         (x * y).sum(1).mean() for x, y in ((low, low), (high, high), (low, high))
     )
@@ -1970,20 +1973,20 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
     policy, tokenizer = lopti.load_model(args.model, torch.device("cpu"))
     batch, *_ = diagnose.collect(policy, tokenizer, lopti.load_data(args, tokenizer)[0][:2], args)
     batch.advantages, terms, energy = torch.randn(len(batch.mask), 1) * batch.mask, 0.0, 0.0
-    rows, (energies, _) = diagnose.gradients(policy, batch, args)
+    rows, entries, (energies, _) = diagnose.gradients(policy, batch, args)
     for ids, mask, advantages in zip(batch.ids, batch.mask, batch.advantages):
         pi = (policy(ids[None]).logits[0, mask.roll(-1)].double() / 0.8).softmax(-1)
         old, one_hot = pi.detach(), torch.nn.functional.one_hot(ids[mask], pi.shape[1])
         logs = (pi.log() * one_hot).sum(), (pi.log() * old * one_hot).sum()
-        masses = (old * pi).sum(), ((old < 0.4) * pi).sum()
-        terms = terms + advantages.sum() / mask.sum() * torch.stack([*logs, *masses])
+        terms = terms + advantages.sum() / mask.sum() * torch.stack([*logs, (old * pi).sum()])
         energy += float((advantages[mask, None] * (one_hot - old)).square().sum())
-    for term, row in zip(terms / batch.mask.sum(), [rows[:-3].sum(0), *rows[-3:]]):
+    for term, row in zip(terms / batch.mask.sum(), [rows[:-2].sum(0), *rows[-2:]]):
         slopes = torch.autograd.grad(term, list(policy.parameters()), retain_graph=True)
         slope = torch.cat([part.flatten() for part in slopes])
         assert (row - slope).norm() < 1e-4 * slope.norm()
-    assert len(rows) == 5 + 3 and energies.sum() == pytest.approx(energy, rel=1e-4)
-    sketches = diagnose.gradients(policy, batch, args, diagnose.sketch)[0][:, : diagnose.BUCKETS]
+    assert len(rows) == 5 + 2 and energies.sum() == pytest.approx(energy, rel=1e-4)
+    sketches, same_entries, _ = diagnose.gradients(policy, batch, args, exact=False)
+    assert torch.equal(entries, same_entries) and entries.shape[1] <= diagnose.ENTRIES
     exact, dots = (diagnose.inner_products(x[None])[0, :, 0] for x in (rows, sketches))
     squares = np.outer(exact.diagonal(), exact.diagonal()) + exact**2
     assert (abs(dots - exact) < 5 * (squares / diagnose.BUCKETS) ** 0.5).all()
@@ -1992,7 +1995,7 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
 @laboratory
 def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     torch.manual_seed(0)
-    vectors = torch.randn(5, 7, 20, dtype=torch.float64) + 1
+    vectors = torch.randn(5, 6, 20, dtype=torch.float64) + 1
     args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((5, 2, 4))
     dots = diagnose.inner_products(vectors)
     found = diagnose.gradient_statistics(dots, ones, ones[:, 0], args, list(range(5)))
@@ -2003,7 +2006,10 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     plain, ar, split = ((step * others).sum(1).mean() for step in steps)
     assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))
     assert found["an optimizer for each pass"][1] == pytest.approx(float(100 * (split / plain - 1)))
-    assert diagnose.percent(3.4, 7.6) == "3 % (−4 to 11 %)"
+    found |= diagnose.adam_statistics(low, high, range(5))
+    found |= diagnose.move_statistics([(np.ones(3), np.ones(4))], [0])
+    page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in found.items()}, args)
+    assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 3
     monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
     with pytest.raises(lopti.UserError, match="only 0 of 3 mini-batches have .*0 % of the ans"):
         diagnose.main([*SMALL_BATCH, "--batches", "3"])
@@ -2113,7 +2119,7 @@ def test_plot_draws_run_folders(finished_run, monkeypatch, tmp_path):
 
 
 MODULES = ["lopti", "rewards", "experiments", "theory", "variants", "real_model"]
-MODULES += [pytest.param(name, marks=laboratory) for name in ("analysis", "plot")]
+MODULES += [pytest.param(name, marks=laboratory) for name in ("analysis", "plot", "diagnose")]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,6 +1,6 @@
 """What each token weighs in the gradient (Eq. 2, Prop. 4.2), and when AR and Lopti can help.
 
-Training never calls these (autograd does the work); diagnose.py and the tests do.
+Training never calls these (autograd does the work); diagnose.py, world.py and the tests do.
 """
 
 import math
@@ -88,29 +88,40 @@ def reweighting_criterion(probabilities, signals, energies, bias=0.0, noise=0.0)
     return by_signal - ((energies * probabilities).sum() - noise) / energies.sum()
 
 
-def binary_world_progress(p, decisions, words, synonyms, responses, alpha=0.0):
-    """Unit progress of AR where it can be computed. Numbers → a number, in deviations of R.
+def world_moments(world, words, weights, responses, group_size):
+    """Signals (M,) and inner products (M, M) of gradients in which a token counts m(π), M times.
 
-        2pq·S / √{ 2pq·S²·(1 + κ/n) + W(1-1/K)·m(1/K)²/n },   S = 1 - α + 2αpq,   q = 1-p
+    Of world.py's worlds with a table of logits, up to O(1/G) of the values; `words` (1, K) are the
+    probabilities of the synonyms. Unit progress is signal / √(product with itself). Without the
+    noise 2pq·S², S = 1 - α + 2αpq, q = 1-p, for AR: a right token has the share q of its decision's
+    signal, a wrong one p. So E_s[π] = 2pq ≤ ½, and the better the policy, the more the unlikely
+    wrong tokens carry. Where words dominate, AR gains if and only if 2pq > 1/K, and at α = .3 at
+    most 1.21 times. Because group advantages add up to 0, a decision's right and wrong tokens have
+    parallel gradients: without words every α is the same. For the same reason the noise of a row is
+    a variance, the second moment of m(e - π) minus its mean's square.
 
-    D `decisions`, right with probability p; R counts the right ones. W `words`, uniform over K
-    synonyms. n `responses` are one group and share a tabular policy. κ is
-    D - 7 + 1/pq + (6-1/pq)/D. A right token has the share q of its decision's signal, a wrong one
-    p: so E_s[π] = 2pq ≤ ½, and the better the policy, the more the unlikely wrong tokens carry.
-
-    Up to O(1/n) of its value; gains over α = 0 are closer. Because group advantages add up to 0, a
-    decision's right and wrong tokens have parallel gradients: without words every α is the same.
-    Where words dominate, AR gains if and only if 2pq > 1/K, and at α = .3 at most 1.21 times.
-
-    >>> [round(binary_world_progress(0.6, 10, 100, 8, 64, alpha), 3) for alpha in (0, 0.3, 1)]
-    [0.348, 0.382, 0.606]
+    >>> from world import World
+    >>> words, weights = torch.full((1, 8), 1 / 8), [torch.ones_like, lambda pi: pi]
+    >>> signals, products = world_moments(World(0.6, 10, 100), words, weights, 64, 64)
+    >>> signals / signals[0], products[0] / products[0, 0]  # 1 and E_s[π], 1 and E_v[π]
+    (tensor([1.0000, 0.4800]), tensor([1.0000, 0.2250]))
     """
-    pq, weight = p * (1 - p), 1 - alpha * (1 - 1 / synonyms)
-    signal = 2 * pq * (1 - alpha + 2 * alpha * pq)
-    spread = decisions - 7 + 1 / pq + (6 - 1 / pq) / decisions
-    energy = signal**2 / (2 * pq) * (1 + spread / responses)
-    energy += words * (1 - 1 / synonyms) * weight**2 / responses
-    return signal / math.sqrt(energy)
+    p, n = torch.tensor(world.accuracy), responses
+    signals = torch.stack([(1 - p) * m(p) + p * m(1 - p) for m in weights])
+    # A group's own mean and deviation take (1 - 1/G) and (1 - 1/4(G-1))² from the mean gradient.
+    mean_part = (1 - 1 / group_size) * (1 - 1 / (4 * group_size - 4)) ** 2 - 1 / n
+    products = 2 * p * (1 - p) * mean_part * torch.outer(signals, signals)
+    rows = [(world.decisions, 1.0, torch.stack([p, 1 - p]))]
+    branches = (p, 1 - p) if world.late else (1.0,)  # how often a row of wording is visited
+    rows += [(world.wording, visits, pi) for visits in branches for pi in words]
+    for number, (count, visits, pi) in enumerate(rows):
+        scores, weighted = torch.eye(len(pi)) - pi, torch.stack([m(pi) for m in weights])
+        means = (weighted * pi) @ scores  # Σ_a m π (e_a - π) = ∇ Σ m π
+        second = (weighted * pi * scores.square().sum(1)) @ weighted.T
+        products += count / n * (visits * second - visits**2 * means @ means.T)
+        if number and world.late:  # the bias: V(s) ∇ Σ m π at every wording token
+            products += count * p * (1 - p) / world.decisions * mean_part * means @ means.T
+    return signals, products
 
 
 def split_gain(sigma, phi, cosine=0.0, passes=1):

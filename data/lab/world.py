@@ -15,22 +15,25 @@ and loss are lopti's own. Many seeds are trained at once. Shapes: S seeds, B res
 a response, R rows of logits, V words.
 """
 
+import itertools
 import json
 import math
 import os
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import scipy.stats
 import torch
+from matplotlib.colors import LinearSegmentedColormap
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from style import COLORS
-from theory import split_gain
+from theory import split_gain, world_moments
 from variants import random_split
 
 import lopti
@@ -40,21 +43,29 @@ RESULTS = Path("runs/world") if QUICK else Path(__file__).resolve().parent / "re
 BLOCK = 0 if QUICK else 3  # names a set of seeds
 TUNING, JUDGED = (3, 4) if QUICK else (10, 20)  # seeds that choose a rate, seeds that are judged
 GROUP_SIZE, ETA, STEPS = 8, 0.5, 10 if QUICK else 40
-PLAIN = {"alpha": 0.0, "eta": 0.0, "order": "low-high", "passes": 1, "split": lopti.split_tokens}
-PLAIN |= {"without_bias": False, "oracle": False}
+
+
+class Method(NamedTuple):
+    alpha: float = 0.0
+    eta: float = 0.0
+    order: str = "low-high"
+    passes: int = 1
+    split: object = lopti.split_tokens
+    without_bias: bool = False
+    oracle: bool = False  # updates the decisions only
+
+
 METHODS = {
-    "GRPO": {},
-    "GRPO, two passes": {"passes": 2},
-    "random split": {"eta": ETA, "split": random_split},
-    "Lopti": {"eta": ETA},
-    "reversed Lopti": {"eta": ETA, "order": "high-low"},
-    "AR, α = .3": {"alpha": 0.3},
-    "AR, α = 1": {"alpha": 1.0},
-    "AR, α = 1, no bias": {"alpha": 1.0, "without_bias": True},
-    "oracle": {"oracle": True},  # updates the decisions only
+    "GRPO": Method(),
+    "GRPO, two passes": Method(passes=2),
+    "random split": Method(eta=ETA, split=random_split),
+    "Lopti": Method(eta=ETA),
+    "reversed Lopti": Method(eta=ETA, order="high-low"),
+    "AR, α = .3": Method(alpha=0.3),
+    "AR, α = 1": Method(alpha=1.0),
+    "AR, α = 1, no bias": Method(alpha=1.0, without_bias=True),
+    "oracle": Method(oracle=True),
 }
-POINTS = {"AR, α = 1": "#882255", "AR, α = 1, no bias": "#CC79A7", "Lopti": COLORS["Lopti"]}
-POINTS["AR, α = .3"] = COLORS["AR"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,18 @@ class World:
     favourite: float = 0.0  # the probability of one synonym; 0: all are equally likely
     late: bool = False  # the wording has other logits where the first decision was right
     groups: int = 1  # groups of 8 responses for each step
-    optimizer: str = "unit steps"  # or "one AdamW" or "an AdamW for each pass"
+    optimizer: str = "unit steps"  # or "one AdamW"
     parameters: int = 32  # that all logits share; 0: a table of logits, nothing is shared
+
+    def start_logits(self):
+        """(R, V): the rows of the decisions (column 0 is right), then those of the wording."""
+        rows = self.decisions + (1 + self.late) * self.wording
+        logits = torch.full((rows, max(2, self.synonyms)), -1e9)
+        logits[: self.decisions, :2] = torch.tensor([self.accuracy, 1 - self.accuracy]).log()
+        favourite = self.favourite or 1 / self.synonyms
+        others = [(1 - favourite) / (self.synonyms - 1)] * (self.synonyms - 1)
+        logits[self.decisions :, : self.synonyms] = torch.tensor([favourite, *others]).log()
+        return logits
 
 
 UNIT_RATES = (0.05, 0.12, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0)
@@ -86,66 +107,36 @@ WORLDS = {  # the world, its learning rates, the KL at which "equal KL" is read
     "right answers are unlikely": (UNLIKELY, UNIT_RATES, 10),
     "wording follows the decision": (LATE, UNIT_RATES, 2),
 }
+VIEWS = ("one rate", "best rate", "equal KL")
+
+# ---- the theorem: how far a step of given length gets, before training
+
+PASSES = [lambda pi: (pi < ETA).double(), lambda pi: (pi >= ETA).double()]
 
 
-def start_logits(world):
-    """(R, V): the rows of the decisions (column 0 is right), then those of the wording."""
-    words, p = max(2, world.synonyms), world.accuracy
-    logits = torch.full((world.decisions + (1 + world.late) * world.wording, words), -1e9)
-    logits[: world.decisions, :2] = torch.tensor([p, 1 - p]).log()
-    favourite = world.favourite or 1 / world.synonyms
-    others = [(1 - favourite) / (world.synonyms - 1)] * (world.synonyms - 1)
-    logits[world.decisions :, : world.synonyms] = torch.tensor([favourite, *others]).log()
-    return logits
-
-
-# --------------------------------------------------------------------------------------------------
-# The theorem: how far a step of given length gets, before training
-
-
-def signals_and_products(world, weights):
-    """For gradients in which a token counts m(π): their signals (M,), inner products (M, M).
-
-    Advantages add up to 0 in a group. So the noise of a row is a variance: the second moment of
-    m(e - π) minus its mean's square. Two passes share noise where both move the same row.
-    """
-    p, n = torch.tensor(world.accuracy), world.groups * GROUP_SIZE
-    signals = torch.stack([(1 - p) * m(p) + p * m(1 - p) for m in weights])
-    # A group's own mean and deviation take (1 - 1/G) and (1 - 1/4(G-1))² from the mean gradient.
-    mean_part = (1 - 1 / GROUP_SIZE) * (1 - 1 / (4 * GROUP_SIZE - 4)) ** 2 - 1 / n
-    products = 2 * p * (1 - p) * mean_part * torch.outer(signals, signals)
-    rows = [(world.decisions, 1.0, torch.stack([p, 1 - p]))]
-    branches = (p, 1 - p) if world.late else (1.0,)  # how often a row of wording is visited
-    if world.wording:
-        rows += [(world.wording, v, start_logits(world)[-1].softmax(-1)) for v in branches]
-    for number, (count, visits, pi) in enumerate(rows):
-        scores, weighted = torch.eye(len(pi)) - pi, torch.stack([m(pi) for m in weights])
-        means = (weighted * pi) @ scores  # Σ_a m π (e_a - π) = ∇ Σ m π
-        second = (weighted * pi * scores.square().sum(1)) @ weighted.T
-        products += count / n * (visits * second - visits**2 * means @ means.T)
-        if number and world.late:  # the bias: V(s) ∇ Σ m π at every wording token
-            products += count * p * (1 - p) / world.decisions * mean_part * means @ means.T
-    return signals, products
+def moments(world, weights):
+    """Signals (M,) and inner products (M, M) of gradients in which a token counts m(π)."""
+    words = world.start_logits()[world.decisions :][:1].softmax(-1)
+    return world_moments(world, words, weights, world.groups * GROUP_SIZE, GROUP_SIZE)
 
 
 def progress(world, weight=torch.ones_like):
     """⟨∇J, step⟩ of a step of unit length in which a token counts m(π)."""
-    (signal,), ((square,),) = signals_and_products(world, [weight])
+    (signal,), ((square,),) = moments(world, [weight])
     return float(signal / square.sqrt())
 
 
-def predicted_gain(world, method, view="equal KL"):
+def predicted_gain(world, name, view="equal KL"):
     """Progress over GRPO's: for each unit of length or, at one rate, for a whole batch."""
-    settings = SimpleNamespace(**PLAIN | METHODS[method])
-    gain, length = 1.0, {"random split": 2**0.5, "GRPO, two passes": 2.0}.get(method, 1.0)
-    if settings.oracle:
+    method, gain = METHODS[name], 1.0
+    length = {"random split": 2**0.5, "GRPO, two passes": 2.0}.get(name, 1.0)
+    if method.oracle:
         gain = progress(replace(world, wording=0)) / progress(world)
-    if settings.alpha:
-        of = replace(world, late=False) if settings.without_bias else world  # then V(s) is 0
-        gain = progress(of, lambda pi: 1 - settings.alpha * (1 - pi)) / progress(world)
-    if "Lopti" in method:
-        passes = [lambda pi: (pi < ETA).double(), lambda pi: (pi >= ETA).double()]
-        signals, products = signals_and_products(world, passes)
+    if method.alpha:
+        of = replace(world, late=False) if method.without_bias else world  # then V(s) is 0
+        gain = progress(of, lambda pi: 1 - method.alpha * (1 - pi)) / progress(world)
+    if "Lopti" in name:
+        signals, products = moments(world, PASSES)
         low, high = products.diagonal().sqrt().tolist()
         cosine = float(products[0, 1]) / (low * high)
         gain = split_gain(float(signals[1] / signals.sum()), math.atan2(high, low), cosine)
@@ -154,8 +145,7 @@ def predicted_gain(world, method, view="equal KL"):
     return gain * length if view == "one rate" else gain
 
 
-# --------------------------------------------------------------------------------------------------
-# The simulation
+# ---- the simulation
 
 
 def sample(world, logits, generator):
@@ -171,11 +161,11 @@ def sample(world, logits, generator):
     return drawn.gather(2, rows), rows, right.sum(-1).flatten().double()
 
 
-def measure(world, logits, start):
+def measure(world, logits):
     """Accuracy (S,) and KL to the start (S,) of a whole answer, both exact."""
     logprobs = logits.detach().log_softmax(-1)
     right = logprobs[:, : world.decisions, 0].exp()  # (S, D)
-    kl = (logprobs.exp() * (logprobs - start.log_softmax(-1))).sum(-1)  # (S, R)
+    kl = (logprobs.exp() * (logprobs - world.start_logits().log_softmax(-1))).sum(-1)  # (S, R)
     if world.late:  # each branch counts as often as it is taken
         wrong_rows, right_rows = kl[:, world.decisions :].split(world.wording, 1)
         wrong_rows *= 1 - right[:, :1]
@@ -183,73 +173,73 @@ def measure(world, logits, start):
     return right.mean(1), kl.sum(1)
 
 
-def optimizer_step(world, theta, rate, optimizers, stage):
-    """One step for every seed on its own."""
-    if world.optimizer == "unit steps":
-        theta.data -= rate * theta.grad / theta.grad.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        return
-    key = stage if world.optimizer == "an AdamW for each pass" else "all"
-    optimizers.setdefault(key, torch.optim.AdamW([theta], lr=rate)).step()
-
-
-def train(world, method, rate, steps, seeds, block):
+def train(world, name, rate, steps, seeds, block):
     """Accuracies and KLs (steps + 1, S), parameters (S, P). `block` names a set of seeds."""
-    settings = SimpleNamespace(**PLAIN | METHODS[method])
+    method, start = METHODS[name], world.start_logits()
     torch.manual_seed(block)  # for the random split
     generator = torch.Generator().manual_seed(block)  # the same for all methods
-    start, optimizers, history = start_logits(world), {}, []
     theta = torch.zeros(seeds, world.parameters or start.numel(), requires_grad=True)
     if world.parameters:
         features = torch.randn(seeds, start.numel(), world.parameters, generator=generator)
         features /= world.parameters**0.5
-    seed = torch.arange(seeds)[:, None, None]
+    seed, adamw = torch.arange(seeds)[:, None, None], torch.optim.AdamW([theta], lr=rate)
 
     def logits_now():  # (S, R, V)
         moved = (features @ theta[..., None]) if world.parameters else theta
         return start + moved.view(seeds, *start.shape)
 
+    def step():  # for every seed on its own
+        if world.optimizer == "one AdamW":
+            return adamw.step()
+        theta.data -= rate * theta.grad / theta.grad.norm(dim=1, keepdim=True).clamp(min=1e-30)
+
+    history = [measure(world, logits_now())]
     for _ in range(steps):
         logits = logits_now().detach()
-        history.append(measure(world, logits, start))
         tokens, rows, rewards = sample(world, logits, generator)
-        old_logprobs = logits.log_softmax(-1)[seed, rows, tokens].flatten(0, 1)  # (S·B, T)
+
+        def logprobs_of(logits, rows=rows, tokens=tokens):  # (S·B, T)
+            return logits.log_softmax(-1)[seed, rows, tokens].flatten(0, 1)
+
+        old_logprobs = logprobs_of(logits)
         mask = torch.ones_like(old_logprobs, dtype=torch.bool)
         normalizer = mask.sum() / seeds  # the loss is a sum over seeds
         raw = lopti.group_advantages(rewards, GROUP_SIZE)[:, None] * mask
-        advantages = lopti.reweight_advantages(raw, old_logprobs, settings.alpha)
-        low, high = settings.split(old_logprobs, mask, settings.eta)
-        stages = lopti.update_stages(low, high, mask, settings.eta, settings.order)
-        for stage, chosen in stages * settings.passes:
-            if settings.oracle:
+        advantages = lopti.reweight_advantages(raw, old_logprobs, method.alpha)
+        low, high = method.split(old_logprobs, mask, method.eta)
+        stages = lopti.update_stages(low, high, mask, method.eta, method.order)
+        for stage, chosen in stages * method.passes:
+            if method.oracle:
                 chosen = chosen & (rows < world.decisions).flatten(0, 1)
             logits = logits_now()
-            logprobs = logits.log_softmax(-1)[seed, rows, tokens].flatten(0, 1)
-            values = (logprobs, old_logprobs, advantages, mask)
+            values = (logprobs_of(logits), old_logprobs, advantages, mask)
             loss, _ = lopti.policy_loss(*values, tokens=chosen, normalizer=normalizer)
-            if settings.without_bias:
+            if method.without_bias:
                 every = logits[seed, rows].flatten(0, 2), raw.flatten()  # of (S·B·T) tokens
-                weights = settings.alpha, settings.eta, stage
+                weights = method.alpha, method.eta, stage
                 loss = loss + lopti.bias_correction(*every, *weights) / normalizer
             theta.grad = None
             loss.backward()
-            optimizer_step(world, theta, rate, optimizers, stage)
-    history.append(measure(world, logits_now(), start))
-    accuracies, kls = (torch.stack(values) for values in zip(*history))
-    return accuracies, kls, theta.detach()
+            step()
+        history.append(measure(world, logits_now()))
+    return *(torch.stack(values) for values in zip(*history)), theta.detach()
 
 
-# --------------------------------------------------------------------------------------------------
-# (a) Gain: predicted against simulated
+# ---- (a) gain: predicted against simulated
 
 
-def simulated_gain(world, method, seeds=16 if QUICK else 64, blocks=2 if QUICK else 4):
+def simulated_gain(world, name, seeds=16 if QUICK else 64, blocks=2 if QUICK else 4):
     """The accuracy that one tiny batch gains for each unit of length, over GRPO's."""
     world, gains = replace(world, parameters=0, optimizer="unit steps"), []
-    for one in (method, "GRPO"):
+    for one in (name, "GRPO"):
         runs = [train(world, one, 1e-5, 1, seeds, 100 + block) for block in range(blocks)]
         gained = sum(float((accuracies[1] - accuracies[0]).sum()) for accuracies, _, _ in runs)
         gains.append(gained / sum(float(theta.norm(dim=1).sum()) for _, _, theta in runs))
     return gains[0] / gains[1]
+
+
+GAINS_OF = {"AR, α = 1": ("s", "#882255"), "AR, α = 1, no bias": ("^", "#CC79A7")}
+GAINS_OF |= {"Lopti": ("D", COLORS["Lopti"]), "AR, α = .3": ("o", COLORS["AR"])}
 
 
 def compare_gains():
@@ -260,12 +250,11 @@ def compare_gains():
     worlds = [World(p, 8, *words, groups=groups) for p, groups in pairs for words in wordings]
     worlds += [World(p, 2, 64, 8, 0.5, late=True, groups=groups) for p, groups in pairs]
     rows = []
-    for world in worlds:
-        for method in POINTS:
-            if world.late or "no bias" not in method:
-                gains = {"predicted": predicted_gain(world, method)}
-                gains["simulated"] = simulated_gain(world, method)
-                rows.append({"gain_of": method, "world": vars(world), **gains})
+    for world, name in itertools.product(worlds, GAINS_OF):
+        if world.late or "no bias" not in name:
+            gains = {"predicted": predicted_gain(world, name)}
+            gains["simulated"] = simulated_gain(world, name)
+            rows.append({"gain_of": name, "world": asdict(world), **gains})
     return rows
 
 
@@ -274,24 +263,22 @@ def draw_gains(rows):
     axis.plot([0.3, 7], [0.3, 7], color="#999999", linewidth=1, zorder=0, label="as predicted")
     for line in (axis.axhline, axis.axvline):
         line(1, color="#cccccc", linewidth=1, zorder=0)
-    for (method, color), mark in zip(POINTS.items(), "s^Do"):
-        points = [(r["predicted"], r["simulated"]) for r in rows if r["gain_of"] == method]
-        axis.plot(*zip(*points), mark, label=method, color=color, markersize=9, mec="white")
-    ticks = [0.5, 1, 2, 4]
-    axis.set(xscale="log", yscale="log", xlim=(0.3, 7), ylim=(0.3, 7))
-    axis.set_xticks(ticks, ticks), axis.set_yticks(ticks, ticks)
+    for name, (mark, color) in GAINS_OF.items():
+        points = [(r["predicted"], r["simulated"]) for r in rows if r["gain_of"] == name]
+        axis.plot(*zip(*points), mark, label=name, color=color, markersize=9, mec="white")
+    ticks = {"ticks": [0.5, 1, 2, 4], "labels": [0.5, 1, 2, 4]}
+    limits = {"xscale": "log", "yscale": "log", "xlim": (0.3, 7), "ylim": (0.3, 7)}
+    labels = "gain over GRPO that the theorem predicts", "gain in the simulation"
+    axis.set(**limits, xlabel=labels[0], ylabel=labels[1])
+    axis.set_xticks(**ticks), axis.set_yticks(**ticks)
     axis.minorticks_off()
-    axis.set(xlabel="gain over GRPO that the theorem predicts", ylabel="gain in the simulation")
     count = len({str(row["world"]) for row in rows})
     axis.set_title(f"How far a step of given length gets, in {count} worlds")
     axis.legend(loc="upper left", title="a mark is a world")
     figure.savefig(RESULTS / "world_gain.png")
 
 
-# --------------------------------------------------------------------------------------------------
-# (b) Training, seen in three ways
-
-VIEWS = ("one rate", "best rate", "equal KL")
+# ---- (b) training, seen in three ways
 
 
 def at_kl(accuracies, kls, limit):
@@ -339,10 +326,18 @@ def difference(rows, name, one, other, view):
     return float(values.mean()), factor * float(values.std())
 
 
-COMPARISONS = [("Lopti", "GRPO"), ("Lopti", "GRPO, two passes"), ("Lopti", "random split")]
-COMPARISONS += [("Lopti", "reversed Lopti"), ("AR, α = .3", "GRPO"), ("AR, α = 1", "GRPO")]
-COMPARISONS += [("AR, α = 1, no bias", other) for other in ("AR, α = 1", "GRPO")]
-COMPARISONS += [("oracle", "GRPO")]
+def side(value, margin, words=("ahead", "behind", "level")):
+    """Is it above the margin, below minus the margin, or between?"""
+    return words[0] if value > margin else words[1] if value < -margin else words[2]
+
+
+COMPARED = {  # each with these others
+    "Lopti": ("GRPO", "GRPO, two passes", "random split", "reversed Lopti"),
+    "AR, α = .3": ("GRPO",),
+    "AR, α = 1": ("GRPO",),
+    "AR, α = 1, no bias": ("AR, α = 1", "GRPO"),
+    "oracle": ("GRPO",),
+}
 
 
 def comparison_table(rows):
@@ -353,57 +348,66 @@ def comparison_table(rows):
     ]
     for name, (world, rates, _) in WORLDS.items():
         chosen = {(r["method"], r["view"]): r["rate"] for r in rows if r["world"] == name}
-        for one, other in COMPARISONS:
+        pairs = [(one, other) for one, others in COMPARED.items() for other in others]
+        for one, other in pairs:
             for view in VIEWS if (one, "one rate") in chosen else ():
                 gain = predicted_gain(world, one, view) / predicted_gain(world, other, view)
-                expected = "ahead" if gain > 1.05 else "behind" if gain < 0.95 else "level"
                 mean, half = difference(rows, name, one, other, view)
-                found = "ahead" if mean > half else "behind" if mean < -half else "not decided"
+                found = side(mean, half, ("ahead", "behind", "not decided"))
                 at_end = {chosen[one, view], chosen[other, view]} & {rates[0], rates[-1]}
                 cells = (name, f"{one} - {other}", view + " (end of the grid)" * bool(at_end))
-                cells += (f"{expected}, {gain:.2f}", f"{found}, {mean:+.3f} ± {half:.3f}")
+                cells += (
+                    f"{side(gain - 1, 0.05)}, {gain:.2f}",
+                    f"{found}, {mean:+.3f} ± {half:.3f}",
+                )
                 lines.append(f"| {' | '.join(cells)} | {JUDGED} |")
     return "\n".join(lines)
 
 
-NOTE = """A point is the mean of {seeds} seeds, a bar its 95 % interval, paired by seed. The line \
-at 0 is GRPO; right of it is better. Predicted gain: how far a step of given length
-gets; GRPO is 1. It is computed before training and says on which side of the line a method \
-lies, not how far. The worlds are built so that the paper's premise holds (the first
-two) or does not. They show when the methods help. Whether a language model is like them must \
-be measured on the model."""
+TITLES = {  # of the three worlds that are drawn
+    "unlikely wording, unit steps": "Unlikely words are noise:\nLopti and AR win",
+    "wording like decisions": "Signal and noise sit alike:\nno gain",
+    "good policy, likely wording": "Unlikely words are signal:\nLopti and AR lose",
+}
+DRAWN = ("AR, α = 1", "AR, α = .3", "Lopti", "random split", "GRPO, two passes")
+NOTE = """Top: the mean probability of the tokens, weighted by what they add to the signal and to \
+the noise. Points: accuracy
+minus GRPO's at the same distance (KL) from the start, {seeds} seeds, 95 % intervals; right of \
+the line is better; scales differ.
+▲ = ▼: ahead, level, behind, predicted before training. Steps have a fixed length; in the middle \
+world they are AdamW's."""
 
 
-def draw_worlds(rows, view="equal KL"):
-    """Each method's accuracy minus GRPO's, with the gain that was predicted for it."""
-    figure, axes = plt.subplots(2, 3, figsize=(19, 12))
-    for axis, (name, (world, _, limit)) in zip(axes.flat, WORLDS.items()):
-        methods = [r["method"] for r in rows if r["world"] == name and r["view"] == view]
-        methods = methods[:0:-1]  # without GRPO, which is the line at 0
-        axis.axvline(0, color=COLORS["GRPO"], linewidth=1.5)
-        for height, method in enumerate(methods):
-            mean, half = difference(rows, name, method, "GRPO", view)
-            color = (COLORS | POINTS).get(method, "#888888")
-            axis.errorbar(mean, height, xerr=half, fmt="o", color=color, markersize=9, capsize=4)
-            text = f"{predicted_gain(world, method, view):.2f}"
-            where = {"transform": axis.get_yaxis_transform(), "va": "center"}
-            axis.text(1.03, height, text, color=color, **where)
-        axis.text(1.03, len(methods) - 0.3, "predicted\ngain", fontsize=12, **where)
-        axis.set_yticks(range(len(methods)), methods)
-        axis.set(ylim=(-0.6, len(methods) - 0.1), title=name[0].upper() + name[1:])
-        axis.set_xlabel(f"accuracy minus GRPO's, at KL {limit}")
+def draw_worlds(rows):
+    """A win, a tie and a loss: where signal and noise sit, what was predicted, what was found."""
+    figure, axes = plt.subplots(2, 3, figsize=(14, 8), height_ratios=(1, 3.4))
+    scale = LinearSegmentedColormap.from_list("", [COLORS["low"], "white", COLORS["high"]])
+    for (strip, axis), (name, title) in zip(axes.T, TITLES.items()):
+        world, reach, first = WORLDS[name][0], 0.0, strip is axes[0, 0]
+        signals, products = moments(world, [torch.ones_like, lambda pi: pi])
+        means = (products[0, 1] / products[0, 0], signals[1] / signals[0])  # E_v[π], E_s[π]
+        shades = torch.linspace(0, 1, 256)[None]
+        strip.imshow(shades, scale, extent=(0, 1, -0.6, 1.6), aspect="auto", alpha=0.6)
+        strip.plot(means, (0, 1), "o", color="black", markersize=12)
+        strip.set_yticks((0, 1), ("noise", "signal") if first else ("", ""))
+        strip.set_xticks((0.05, 0.95), ("unlikely", "likely"))
+        strip.tick_params(length=0)
+        strip.set_title(title, fontsize=19)
+        axis.axvline(0, color="black", linewidth=1.5)
+        for height, method in enumerate(DRAWN):
+            mean, half = difference(rows, name, method, "GRPO", "equal KL")
+            color = "black" if height < 3 else "#888888"  # the last two are controls
+            style = {"color": color, "markersize": 10, "capsize": 5}
+            axis.errorbar(mean, height, xerr=half, fmt="o", **style)
+            reach = max(reach, 1.15 * (abs(mean) + half))
+            arrow = side(predicted_gain(world, method) - 1, 0.05, ("▲", "▼", "="))
+            axis.text(1.02, height, arrow, va="center", transform=axis.get_yaxis_transform())
+        axis.set_yticks(range(len(DRAWN)), DRAWN if first else [""] * len(DRAWN))
+        axis.set(xlim=(-reach, reach), ylim=(-0.5, len(DRAWN) - 0.5))
+        axis.locator_params(axis="x", nbins=5)
+        axis.set_xlabel("accuracy minus GRPO's")
     figure.supxlabel(NOTE.format(seeds=JUDGED), fontsize=14, ha="left", x=0.01)
-    figure.suptitle("Designed worlds: accuracy at equal KL to the starting policy", fontsize=20)
     figure.savefig(RESULTS / "world.png")
-
-
-def rounded(value):
-    """Numbers with four digits, also within lists and dictionaries."""
-    if isinstance(value, dict):
-        return {key: rounded(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [rounded(part) for part in value]
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def main():
@@ -417,7 +421,8 @@ def main():
         for name in WORLDS:
             rows += train_methods(name)
             print(f"{name}: {time.time() - started:.0f} s", flush=True)
-        lines = [json.dumps(rounded(row), ensure_ascii=False) + "\n" for row in rows]
+        short = partial(json.loads, parse_float=lambda number: round(float(number), 4))
+        lines = [json.dumps(short(json.dumps(row)), ensure_ascii=False) + "\n" for row in rows]
         file.write_text("".join(lines), encoding="utf-8")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     draw_gains([row for row in rows if "gain_of" in row])

@@ -38,13 +38,14 @@ def _apply(sign, left, right):
     return left + right if sign == "+" else left - right
 
 
-def _reduced(numerator, denominator):
-    value = Fraction(numerator, denominator)
-    return (
-        str(value.numerator)
-        if value.denominator == 1
-        else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-    )
+def _answer(value, kind, denominator):
+    """A value as it stands in an answer: fractions reduced."""
+    if kind != "fractions":
+        return _write(value, kind, denominator)
+    value = Fraction(value, denominator)
+    if value.denominator == 1:
+        return str(value.numerator)
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def generate_problem(rng, level):
@@ -56,21 +57,13 @@ def generate_problem(rng, level):
         values = operands[:1]
         for sign, operand in zip(signs, operands[1:]):
             values.append(_apply(sign, values[-1], operand))
-        numbers = [
-            number
-            for value in values
-            for number in (value if isinstance(value, tuple) else (value,))
-        ]
+        numbers = sum(map(tuple, values), ()) if kind == "pairs" else values
         if all(0 <= number <= 20 for number in numbers):
             break
     chain = _write(operands[0], kind, denominator)
     for sign, operand in zip(signs, operands[1:]):
         chain += f" {sign} {_write(operand, kind, denominator)}"
-    answer = (
-        _reduced(values[-1], denominator)
-        if kind == "fractions"
-        else _write(values[-1], kind, denominator)
-    )
+    answer = _answer(values[-1], kind, denominator)
     problem = {"problem": f"What is {chain}?", "answer": answer, "level": level, "type": kind}
     return problem, (kind, denominator, operands, signs)
 
@@ -80,9 +73,8 @@ def _slip(rng, value, error_rate):
     if isinstance(value, tuple):
         return tuple(_slip(rng, number, error_rate) for number in value)
     slip = rng.choice((-1, 1)) if rng.random() < error_rate else 0
-    return max(
-        0, value + slip
-    )  # after a slip a difference may fall below 0, for which there are no words
+    # after a slip a difference may fall below 0, for which there are no words
+    return max(0, value + slip)
 
 
 def worked_solution(rng, parts, error_rate=0.0):
@@ -94,23 +86,19 @@ def worked_solution(rng, parts, error_rate=0.0):
         written = [_write(x, kind, denominator) for x in (value, operand, result)]
         steps.append(f"{written[0]} {sign} {written[1]} = {written[2]}")
         value = result
-    answer = (
-        _reduced(value, denominator) if kind == "fractions" else _write(value, kind, denominator)
-    )
+    answer = _answer(value, kind, denominator)
     return ", ".join(steps) + f". The answer is \\boxed{{{answer}}}."
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("--train", type=int, default=300, help="training problems per level")
     parser.add_argument("--test", type=int, default=100, help="test problems per level")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
-    parser.add_argument(
-        "--show", type=int, default=0, metavar="N", help="print N problems with solutions and stop"
-    )
+    text = "print N problems with solutions and stop"
+    parser.add_argument("--show", type=int, default=0, metavar="N", help=text)
     args = parser.parse_args()
     rng = random.Random(args.seed)
     if args.show:

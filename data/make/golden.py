@@ -47,10 +47,8 @@ def clamp(value, low, high):
 def token_terms(new, old, ref, advantage, case):
     """(policy loss, KL, which clip cut the gradient, derivative by new) of one token, undivided."""
     ratio = math.exp(new - old)
-    surrogate = min(
-        ratio * advantage, clamp(ratio, 1 - case["clip_low"], 1 + case["clip_high"]) * advantage
-    )
-    loss, clipped = -surrogate, None
+    inside = clamp(ratio, 1 - case["clip_low"], 1 + case["clip_high"])
+    loss, clipped = -min(ratio * advantage, inside * advantage), None
     if advantage > 0 and ratio > 1 + case["clip_high"]:
         clipped = "high"
     elif advantage < 0 and ratio < 1 - case["clip_low"]:
@@ -71,10 +69,9 @@ def group_advantages(case):
     size, advantages = case["group_size"], []
     for start in range(0, len(case["rewards"]), size):
         group = case["rewards"][start : start + size]
-        equal = all(reward == group[0] for reward in group)
-        advantages += [
-            0.0 if equal else (reward - mean(group)) / (stdev(group) + 1e-6) for reward in group
-        ]
+        # equal rewards: every advantage is 0
+        scale = math.inf if len(set(group)) == 1 else stdev(group) + 1e-6
+        advantages += [(reward - mean(group)) / scale for reward in group]
     return advantages
 
 
@@ -91,21 +88,16 @@ def solve(case):
             reweighted[i][t] = (case["alpha"] * probability + 1 - case["alpha"]) * advantages[i]
             low[i][t] = probability < case["eta"]
     updates, total = {}, sum(case["lengths"])
-    for name, wanted in (
-        ("joint", (True, False)),
-        ("low_stage", (True,)),
-        ("high_stage", (False,)),
-    ):
+    stages = {"joint": (True, False), "low_stage": (True,), "high_stage": (False,)}
+    for name, wanted in stages.items():
         sums = {"policy_loss": 0.0, "kl": 0.0, "low": 0, "high": 0, "dual": 0}
         gradient = [[0.0] * width for _ in rows]
         for i in rows:
             for t in range(case["lengths"][i]):
                 if low[i][t] not in wanted:
                     continue
-                new, old, ref = (
-                    case[key][i][t] for key in ("new_logprobs", "old_logprobs", "ref_logprobs")
-                )
-                loss, kl, clipped, derivative = token_terms(new, old, ref, reweighted[i][t], case)
+                logprobs = [case[f"{policy}_logprobs"][i][t] for policy in ("new", "old", "ref")]
+                loss, kl, clipped, derivative = token_terms(*logprobs, reweighted[i][t], case)
                 sums["policy_loss"] += loss
                 sums["kl"] += kl
                 if clipped:
@@ -115,18 +107,11 @@ def solve(case):
             "loss": (sums["policy_loss"] + case["kl_coef"] * sums["kl"]) / total,
             "policy_loss": sums["policy_loss"] / total,
             "kl": sums["kl"] / total,
-            "clip_low_share": sums["low"] / total,
-            "clip_high_share": sums["high"] / total,
-            "clip_dual_share": sums["dual"] / total,
+            **{f"clip_{clip}_share": sums[clip] / total for clip in ("low", "high", "dual")},
             "gradient": gradient,
         }
-    return {
-        **case,
-        "advantages": advantages,
-        "reweighted_advantages": reweighted,
-        "low": low,
-        **updates,
-    }
+    found = {"advantages": advantages, "reweighted_advantages": reweighted, "low": low}
+    return case | found | updates
 
 
 def log_softmax(logits):
@@ -150,9 +135,8 @@ def solve_treatments(case):
     width = len(case["ids"][0])
 
     def table(values, empty=0.0):
-        return [
-            [values.get((i, t), empty) for t in range(width)] for i in range(len(case["lengths"]))
-        ]
+        rows = range(len(case["lengths"]))
+        return [[values.get((i, t), empty) for t in range(width)] for i in rows]
 
     spread = [case["rewards"][i] for i, _ in tokens]
     center, scale = mean(spread), math.sqrt(stdev(spread) ** 2 + 1e-8)
@@ -167,17 +151,15 @@ def solve_treatments(case):
         safe[i, t] = inside[chosen]
         safe_logprobs[i, t] = renormalised[sum(inside[:chosen])] if inside[chosen] else 0.0
         safe_entropies[i, t] = -sum(math.exp(x) * x for x in renormalised)
-    spurious = [
-        (i, t)
-        for i, t in tokens
-        if case["advantages"][i] > 0 and math.exp(logprobs[i, t]) < case["stapo_tau"]
-    ]
+    unlikely = [token for token in tokens if math.exp(logprobs[token]) < case["stapo_tau"]]
+    spurious = [(i, t) for i, t in unlikely if case["advantages"][i] > 0]
     if spurious:
         tau_h = quantile([entropies[token] for token in spurious], case["stapo_quantile"])
         spurious = [token for token in spurious if entropies[token] < tau_h]
     stapo_kept = {token: token not in spurious for token in tokens}
     ranked = sorted(tokens, key=lambda token: -entropies[token])
     top = set(ranked[: round(case["rho"] * len(tokens))])
+    loss = sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
     return {
         **case,
         "reinforce_pp_advantages": table(whitened),
@@ -188,8 +170,7 @@ def solve_treatments(case):
         "safe": table(safe, False),
         "stapo_kept": table(stapo_kept, False),
         "top_kept": table({token: token in top for token in tokens}, False),
-        "stapo_loss": sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
-        / sum(stapo_kept.values()),
+        "stapo_loss": loss / sum(stapo_kept.values()),
     }
 
 
@@ -255,26 +236,11 @@ def solve_rollout(case):
             skipped = not any(slope for row in gradient for slope in row)
             if not skipped:
                 optimizer.step(gradient)
-            steps.append(
-                {
-                    "stage": stage,
-                    "first_row": start,
-                    "response_tokens": len(every),
-                    "updated_tokens": len(tokens),
-                    "skipped": skipped,
-                    "loss": loss,
-                    "gradient": gradient,
-                    "table": [list(row) for row in table],
-                }
-            )
-    return {
-        **case,
-        "old_logprobs": old,
-        "ref_logprobs": ref,
-        "advantages": advantages,
-        "low": low,
-        "steps": steps,
-    }
+            step = {"stage": stage, "first_row": start, "response_tokens": len(every)}
+            step |= {"updated_tokens": len(tokens), "skipped": skipped, "loss": loss}
+            steps.append(step | {"gradient": gradient, "table": [list(row) for row in table]})
+    found = {"old_logprobs": old, "ref_logprobs": ref, "advantages": advantages}
+    return case | found | {"low": low, "steps": steps}
 
 
 def random_rollout_case(rng, name, likely_rows=(), equal_rewards=(), **settings):
@@ -294,38 +260,21 @@ def random_rollout_case(rng, name, likely_rows=(), equal_rewards=(), **settings)
     rewards = [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows)]
     for i in equal_rewards:
         rewards[i] = 3.0
-    return {
-        "name": name,
-        "table": table,
-        "reference": reference,
-        "prompts": prompts,
-        "responses": responses,
-        "rewards": rewards,
-        "group_size": 4,
-        "mini_batch_size": 4,
-        "temperature": 0.7,
-        "alpha": 0.3,
-        "eta": 0.5,
-        "clip_low": 0.2,
-        "clip_high": 0.24,
-        "clip_dual": 10.0,
-        "kl_coef": 0.001,
-        "learning_rate": 0.1,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
-    } | settings
+    case = {"name": name, "table": table, "reference": reference, "prompts": prompts}
+    case |= {"responses": responses, "rewards": rewards, "group_size": 4, "mini_batch_size": 4}
+    case |= {"temperature": 0.7, "alpha": 0.3, "eta": 0.5, "clip_low": 0.2, "clip_high": 0.24}
+    case |= {"clip_dual": 10.0, "kl_coef": 0.001, "learning_rate": 0.1, "weight_decay": 0.01}
+    return case | {"max_grad_norm": 1.0} | settings
 
 
 def random_treatment_case(rng):
     rows, width, vocabulary = rng.randint(2, 4), rng.randint(3, 6), 6
+    draw_row = lambda: [round(rng.gauss(0, 2.5), 6) for _ in range(vocabulary)]
     return {
         "rewards": [3.0] + [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows - 2)] + [-1.0],
         "lengths": [rng.randint(2, width) for _ in range(rows)],
         "advantages": [rng.choice((1.0, 0.7, -0.4)) for _ in range(rows)],
-        "logits": [
-            [[round(rng.gauss(0, 2.5), 6) for _ in range(vocabulary)] for _ in range(width)]
-            for _ in range(rows)
-        ],
+        "logits": [[draw_row() for _ in range(width)] for _ in range(rows)],
         "ids": [[rng.randrange(vocabulary) for _ in range(width)] for _ in range(rows)],
         "temperature": rng.choice((1.0, 0.7)),
         "min_p": rng.choice((0.02, 0.1, 0.3)),
@@ -343,10 +292,7 @@ def random_case(rng, number):
         0: {"alpha": 0.0, "eta": 0.0, "kl_coef": 0.0},  # plain GRPO
         1: {"alpha": 1.0, "eta": 0.5},
         2: {"alpha": 0.3, "eta": 1.0},
-        3: {
-            "alpha": 0.3,
-            "eta": 0.5,
-        },  # the paper's K&K setting, with ratios far enough off for every clip
+        3: {"alpha": 0.3, "eta": 0.5},  # the paper's, with ratios far enough off for every clip
     }.get(number, {})
     case = {
         "group_size": size,
@@ -361,21 +307,13 @@ def random_case(rng, number):
     } | corner
     if number % 5 == 4:
         case["rewards"][:size] = [0.1] * size  # a group whose rewards are all equal
-    old = [
-        [
-            round(math.log(rng.random() ** rng.choice((0.2, 1, 4)) * 0.999 + 1e-6), 6)
-            for _ in range(width)
-        ]
-        for _ in range(rows)
-    ]
+    draw = lambda: math.log(rng.random() ** rng.choice((0.2, 1, 4)) * 0.999 + 1e-6)
+    moved = lambda x, size: round(min(-1e-6, x + rng.gauss(0, size)), 6)
+    old = [[round(draw(), 6) for _ in range(width)] for _ in range(rows)]
     old[0][0] = math.log(0.5)  # exactly at η = 0.5: belongs to the high group
     case["old_logprobs"] = old
-    case["new_logprobs"] = [
-        [round(min(-1e-6, x + rng.gauss(0, drift)), 6) for x in row] for row in old
-    ]
-    case["ref_logprobs"] = [
-        [round(min(-1e-6, x + rng.gauss(0, 2 * drift)), 6) for x in row] for row in old
-    ]
+    case["new_logprobs"] = [[moved(x, drift) for x in row] for row in old]
+    case["ref_logprobs"] = [[moved(x, 2 * drift) for x in row] for row in old]
     return case
 
 
@@ -384,31 +322,26 @@ def main():
     cases = [solve(random_case(rng, number)) for number in range(24)]
     treatments = [solve_treatments(random_treatment_case(rng)) for _ in range(12)]
     rng = random.Random(1)
+    settings = {
+        "GRPO": {"alpha": 0.0, "eta": 0.0},
+        "AR": {"eta": 0.0, "mini_batch_size": 8},
+        "Lopti": {"alpha": 0.0},
+        "both": {},
+        "both, gradients clipped": {"max_grad_norm": 0.05},
+        "no unlikely token in the second mini-batch": {"likely_rows": range(4, 8)},
+        "no gradient in the second mini-batch": {"kl_coef": 0.0, "equal_rewards": range(4, 8)},
+    }
     rollouts = [
-        solve_rollout(random_rollout_case(rng, name, **settings))
-        for name, settings in {
-            "GRPO": {"alpha": 0.0, "eta": 0.0},
-            "AR": {"eta": 0.0, "mini_batch_size": 8},
-            "Lopti": {"alpha": 0.0},
-            "both": {},
-            "both, gradients clipped": {"max_grad_norm": 0.05},
-            "no unlikely token in the second mini-batch": {"likely_rows": range(4, 8)},
-            "no gradient in the second mini-batch": {"kl_coef": 0.0, "equal_rewards": range(4, 8)},
-        }.items()
+        solve_rollout(random_rollout_case(rng, name, **own)) for name, own in settings.items()
     ]
-    note = (
-        "Numbers in float64 for checking a port of lopti; "
-        "see data/make/golden.py for what each field means."
-    )
+    note = "Numbers in float64 for checking a port of lopti; "
+    note += "see data/make/golden.py for what each field means."
     path = Path(__file__).resolve().parent.parent / "golden.json"
-    path.write_text(
-        json.dumps({"note": note, "cases": cases, "treatments": treatments, "rollouts": rollouts})
-        + "\n",
-        encoding="utf-8",
-    )
+    page = {"note": note, "cases": cases, "treatments": treatments, "rollouts": rollouts}
+    path.write_text(json.dumps(page) + "\n", encoding="utf-8")
+    shares = {name: f"clip_{name}_share" for name in ("low", "high", "dual")}
     clipped = {
-        name: sum(case["joint"][f"clip_{name}_share"] > 0 for case in cases)
-        for name in ("low", "high", "dual")
+        name: sum(case["joint"][share] > 0 for case in cases) for name, share in shares.items()
     }
     print(
         f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; "

@@ -113,9 +113,8 @@ def measure_accuracy(policy, tokenizer, rows, temperatures, args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("--model", default=lopti.parse_arguments([]).model)
     parser.add_argument("--people", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--puzzles", type=int, default=400, help="held-out puzzles per size")

@@ -76,6 +76,12 @@ def role(is_knight):
     return "knight" if is_knight else "knave"
 
 
+def answer_text(names, roles):
+    """'(1) Zoey is a knight', a line for each person."""
+    pairs = enumerate(zip(names, roles), 1)
+    return "\n".join(f"({i}) {name} is a {role(is_knight)}" for i, (name, is_knight) in pairs)
+
+
 def claim_text(claim, names):
     """('->', ('lying', 0), ('telling-truth', 1)) → 'If Zoey is a knave then Liam is a knight'."""
     kind, *parts = claim
@@ -84,11 +90,9 @@ def claim_text(claim, names):
     if kind == "not":
         return claim_text(parts[0], names).replace(" is a ", " is not a ")
     first, second = (claim_text(part, names) for part in parts)
-    return (
-        f"If {first} then {second}"
-        if kind == "->"
-        else f"{first} {'if and only if' if kind == '<=>' else kind} {second}"
-    )
+    if kind == "->":
+        return f"If {first} then {second}"
+    return f"{first} {'if and only if' if kind == '<=>' else kind} {second}"
 
 
 def combine(kind, first, second):
@@ -113,12 +117,8 @@ def claim_is_true(claim, roles):
 
 def solutions(claims):
     """Every way to hand out the roles under which knights tell the truth and knaves lie."""
-    possible = product([True, False], repeat=len(claims))
-    return [
-        roles
-        for roles in possible
-        if all(claim_is_true(claim, roles) == roles[i] for i, claim in enumerate(claims))
-    ]
+    agree = lambda roles: all(claim_is_true(claim, roles) == r for claim, r in zip(claims, roles))
+    return list(filter(agree, product([True, False], repeat=len(claims))))
 
 
 def random_claim(rng, speaker, people):
@@ -131,9 +131,8 @@ def random_claim(rng, speaker, people):
     if kind in ("fact", "not"):
         atom = (rng.choice(("telling-truth", "lying")), rng.choice(others))
         return atom if kind == "fact" else ("not", atom)
-    atoms = [("telling-truth", person) for person in range(people)] + [
-        ("lying", person) for person in others
-    ]
+    atoms = [("telling-truth", person) for person in range(people)]
+    atoms += [("lying", person) for person in others]
     first = rng.choice(atoms)
     second = rng.choice([atom for atom in atoms if atom != first])
     return (kind, first, second)
@@ -153,18 +152,13 @@ def generate_puzzle(rng, people):
         rng.choice(ATTRIBUTIONS).format(name=name, claim=claim_text(claim, names))
         for name, claim in zip(names, claims)
     ]
-    listed = (
-        f"{names[0]} and {names[1]}" if people == 2 else f"{', '.join(names[:-1])}, and {names[-1]}"
-    )
+    listed = f"{', '.join(names[:-1])}{',' * (people > 2)} and {names[-1]}"
+    told = f"{OPENING} You meet {people} inhabitants: {listed}. {' '.join(sentences)} {QUESTION}"
     return {
-        "quiz": f"{OPENING} You meet {people} inhabitants: {listed}. "
-        f"{' '.join(sentences)} {QUESTION}",
+        "quiz": told,
         "names": names,
         "solution": list(found[0]),
-        "solution_text_format": "\n".join(
-            f"({i}) {name} is a {role(is_knight)}"
-            for i, (name, is_knight) in enumerate(zip(names, found[0]), 1)
-        ),
+        "solution_text_format": answer_text(names, found[0]),
         "statements": repr(claims),
     }
 
@@ -209,10 +203,8 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         """('lying', 1) → 'Mia Mia-knight knave false' if supposed a knight, and the verdict."""
         claimed, supposed = atom[0] == "telling-truth", roles[atom[1]]
         truth = verdict(claimed == supposed)
-        return (
-            f"{names[atom[1]]} {names[atom[1]]}-{role(supposed)} {role(claimed)} {word(truth)}",
-            truth,
-        )
+        name = names[atom[1]]
+        return f"{name} {name}-{role(supposed)} {role(claimed)} {word(truth)}", truth
 
     def check_claim(claim, roles):
         """The words and the verdict for a whole claim."""
@@ -243,11 +235,10 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
             checked, truth = check_claim(claim, roles)
             consistent = verdict(truth == roles[speaker])
             name, speaker_role = names[speaker], role(roles[speaker])
-            lines.append(
-                "".join(f"{rng.choice(FILLERS)} " for _ in range(filler))
-                + f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')} "
-                f"{speaker_role} {wording('agreement' if consistent else 'contradiction')}"
-            )
+            empty = "".join(f"{rng.choice(FILLERS)} " for _ in range(filler))
+            said = f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')}"
+            judged = wording("agreement" if consistent else "contradiction")
+            lines.append(f"{empty}{said} {speaker_role} {judged}")
             if not consistent:
                 contradiction = speaker
                 break
@@ -256,19 +247,14 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         contradicted.add(contradiction)
         if roles in untried:
             untried.remove(roles)
-        candidates = [
-            r for r in untried if all(claim_is_true(claims[s], r) == r[s] for s in contradicted)
-        ] or untried
+        agree = lambda r: all(claim_is_true(claims[s], r) == r[s] for s in contradicted)
+        candidates = list(filter(agree, untried)) or untried
         if not candidates:  # only mistakes lead here: begin again
             candidates = untried = list(product([True, False], repeat=len(names)))
         changes = [sum(a != b for a, b in zip(roles, r)) for r in candidates]
-        roles = rng.choice(
-            [r for r, changed in zip(candidates, changes) if changed == min(changes)]
-        )
-    answer = "\n".join(
-        f"({i}) {name} is a {role(is_knight)}"
-        for i, (name, is_knight) in enumerate(zip(names, roles), 1)
-    )
+        nearest = [r for r, changed in zip(candidates, changes) if changed == min(changes)]
+        roles = rng.choice(nearest)
+    answer = answer_text(names, roles)
     return "\n" + "\n".join(lines) + f"\n</think>\n<answer>\n{answer}\n</answer>"
 
 
@@ -278,23 +264,16 @@ def write_jsonl(path, rows):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--people", type=int, nargs="+", default=[2, 3, 4, 5], help="sizes of puzzle (2 to 8)"
-    )
-    parser.add_argument("--train", type=int, default=500, help="training puzzles per size")
-    parser.add_argument("--test", type=int, default=200, help="test puzzles per size")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
-    parser.add_argument(
-        "--show",
-        type=int,
-        default=0,
-        metavar="N",
-        help="print N puzzles with worked solutions and stop",
-    )
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    add, sizes = parser.add_argument, [2, 3, 4, 5]
+    add("--people", type=int, nargs="+", default=sizes, help="sizes of puzzle (2 to 8)")
+    add("--train", type=int, default=500, help="training puzzles per size")
+    add("--test", type=int, default=200, help="test puzzles per size")
+    add("--seed", type=int, default=0)
+    add("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
+    text = "print N puzzles with worked solutions and stop"
+    add("--show", type=int, default=0, metavar="N", help=text)
     args = parser.parse_args()
     if not all(2 <= people <= 8 for people in args.people):
         parser.error(f"--people takes sizes from 2 to 8, not {args.people}")
@@ -303,9 +282,7 @@ def main():
         for _ in range(args.show):
             puzzle = generate_puzzle(rng, rng.choice(args.people))
             claims = literal_eval(puzzle["statements"])
-            print(
-                puzzle["quiz"] + "\n<think>" + worked_solution(rng, puzzle["names"], claims) + "\n"
-            )
+            print(f"{puzzle['quiz']}\n<think>{worked_solution(rng, puzzle['names'], claims)}\n")
         return
     train, test, seen = [], [], set()
     for people in args.people:
