@@ -1833,6 +1833,7 @@ def binary_world(p, decisions, words, synonyms, responses, alpha=0.0, batches=50
     return torch.cat(means[1:], 1), torch.cat([means[0], 0 * means[2]], 1)
 
 
+@laboratory
 @pytest.mark.parametrize("p, words, synonyms", [(0.8, 0, 8), (0.6, 100, 8), (0.9, 100, 3)])
 def test_progress_in_the_binary_world(p, words, synonyms):
     """AR's progress and the split's gain on sampled groups; without words all is parallel."""
