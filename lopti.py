@@ -95,7 +95,10 @@ class Rollout:
 
 
 def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
-    """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps."""
+    """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps.
+
+    1 to 7 are the numbers of the algorithm in README.md.
+    """
     batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=run.step)
     steps = range(run.step + 1, args.steps + 1)
     progress = tqdm(steps, desc=method_name(args), disable=None)
@@ -105,16 +108,16 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
         timings, device = {}, policy.device
         prompts = next(batches)
         rows = [row for row in prompts for _ in range(args.group_size)]  # one for each response
-        with timed("sampling", device, timings):  # o ~ π_old
+        with timed("sampling", device, timings):  # 1. o ~ π_old
             texts = [row["prompt"] for row in prompts]
             rollout = sample(policy, tokenizer, texts, args.group_size, args.temperature, args)
-        with timed("rewarding", device, timings):  # R
+        with timed("rewarding", device, timings):  # 2. R
             rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
-        with timed("scoring", device, timings):  # log π_old and log π_ref, before the first update
+        with timed("scoring", device, timings):  # 3. π_old and π_ref, before the first update
             old_logprobs, entropies = score(policy, rollout, args, with_entropy=True)  # (B, L) each
             ref_logprobs = score(reference, rollout, args)[0] if reference else None
         with timed("updating", device, timings):
-            if args.advantage == "grpo":
+            if args.advantage == "grpo":  # 4. Â, Eq. 1
                 advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask
             else:
                 advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, L)
@@ -122,12 +125,12 @@ def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, a
                 rollout,
                 old_logprobs=old_logprobs,
                 ref_logprobs=ref_logprobs,
-                advantages=reweight_advantages(advantages, old_logprobs, args.alpha),  # Eq. 4
+                advantages=reweight_advantages(advantages, old_logprobs, args.alpha),  # 5. Eq. 4
                 unweighted=advantages,
             )
-            low, high = split_tokens(old_logprobs, rollout.mask, args.eta)
+            low, high = split_tokens(old_logprobs, rollout.mask, args.eta)  # 6. Lopti
             stages = update_stages(low, high, rollout.mask, args.eta, args.order)
-            stage_totals = [
+            stage_totals = [  # 7. the optimizer steps, Eq. 1
                 (name, update(policy, optimizer, rollout, tokens, args, name))
                 for name, tokens in stages * args.passes
             ]

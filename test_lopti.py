@@ -1290,13 +1290,14 @@ def test_every_default_and_both_presets_are_these(flags):
     assert arguments(f"--steps 9 {flags}").steps == 9  # what you say wins over a preset
 
 
-def test_help_names_every_flag_and_the_readme_no_other(capsys):
+def test_help_names_every_flag_and_the_pages_no_other(capsys):
     with pytest.raises(SystemExit):
         lopti.main(["--help"])
     text = capsys.readouterr().out
     for name in vars(arguments()).keys() - lopti.CONSTANTS:
         assert "--" + name.replace("_", "-") in text
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pages = (ROOT / "README.md", ROOT / "data" / "GUIDE.md")
+    readme = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     for command in re.findall(r"python lopti\.py[^\n`]*", readme):
         assert all(flag in text for flag in re.findall(r"--[a-z][a-z-]*", command)), command
     for name in re.findall(r"`([a-z_]+)\(\)", readme):
