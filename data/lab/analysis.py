@@ -137,6 +137,7 @@ def differences(frame, pairs, outcome, kl="kl"):
 # ---- What is compared: pairs of methods → what DESIGN.md expected, or nothing
 
 BIAS, NEW, PLAIN, WORDY = ", without bias", ", new seeds", ", plain wording", ", wordy"
+SLOWER = f"{WORDY}, learning rate × 0.5"
 
 
 def minus(other, *methods, ending="", expected=""):
@@ -206,6 +207,13 @@ COMPARISONS = {  # table → pairs, and outcomes that are not by step and at equ
         | minus("AR α = 1", f"AR α = 1{BIAS}", ending=WORDY, expected="ahead at equal KL")
         | minus(TWO, "Lopti", ending=WORDY, expected="ahead at equal KL")
         | minus("Lopti", "Lopti, two optimizers", ending=WORDY, expected="ahead at equal KL"),
+    ),
+    "wordy, half the learning rate": (
+        minus("GRPO", f"AR α = 1{BIAS}", ending=SLOWER, expected="ahead")
+        | minus("GRPO", "Lopti", ending=SLOWER, expected="ahead; level or a little ahead")
+        | minus("GRPO", TWO, ending=SLOWER, expected="ahead or level; level or behind")
+        | minus("GRPO", "GRPO, without wording", ending=SLOWER, expected="ahead of all")
+        | minus(TWO, "Lopti", ending=SLOWER, expected="ahead at equal KL"),
     ),
     "SmolLM2, 12 steps": (
         dict(
