@@ -212,7 +212,6 @@ COMPARISONS = {  # table → pairs, and outcomes that are not by step and at equ
         minus("GRPO", f"AR α = 1{BIAS}", ending=SLOWER, expected="ahead")
         | minus("GRPO", "Lopti", ending=SLOWER, expected="ahead; level or a little ahead")
         | minus("GRPO", TWO, ending=SLOWER, expected="ahead or level; level or behind")
-        | minus("GRPO", "GRPO, without wording", ending=SLOWER, expected="ahead of all")
         | minus(TWO, "Lopti", ending=SLOWER, expected="ahead at equal KL"),
     ),
     "SmolLM2, 12 steps": (

@@ -72,7 +72,7 @@ WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --save-every 0 {ONLY_TRAIN
 WORDY = also("wordy", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO, "AR α = 1")
 WORDY += also("wordy", WORDY_JOB, "Lopti, two optimizers", "AR")
 WORDY_LATER = also("wordy", WORDY_JOB, "random split", REVERSED, "GRPO, without wording")
-SLOWER = also("rate × 0.5", "--learning-rate 5e-5", *WORDY[:4], WORDY_LATER[-1])
+SLOWER = also("rate × 0.5", "--learning-rate 5e-5", *WORDY[:4])
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
@@ -105,10 +105,10 @@ QUESTIONS = {  # (method, seed), in order of importance
     "equal KL": runs_of(range(20, 30), *NEW_SEEDS),
     "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *SOME)],
     "wordy": [
-        *runs_of(range(3), *WORDY),
-        *runs_of(range(5), *SLOWER),
-        *runs_of(range(3), *WORDY_LATER),
-        *runs_of(range(3, 10), *WORDY, *WORDY_LATER),
+        *runs_of(range(2), *WORDY),
+        *runs_of(range(10), *SLOWER),
+        *runs_of(range(2, 10), *WORDY),
+        *runs_of(range(10), *WORDY_LATER),
     ],
     "SmolLM2": runs_of(range(1, 6), *SMOLLM2),
 }
