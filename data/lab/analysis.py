@@ -27,6 +27,7 @@ EARLY, WHOLE = "steps 2 to 12", "by step"  # accuracy in training; the whole is 
 EQUAL_KL = "at equal KL"  # accuracy in training at the same KL to the starting policy
 SAMPLED, KL_END = "sampled accuracy", "KL at the end"  # held out: mean of the last two evaluations
 KL_RANGE = (0.006, 0.05)  # where accuracy is compared at equal KL
+SMALL_KL = (0.001, 0.05)  # the same, where steps are shorter
 WINDOW = 5  # steps that are averaged for it
 
 
@@ -71,18 +72,18 @@ def accuracy_by_kl(metrics, kl="kl"):
     return np.maximum.accumulate(by_step[0]), by_step[1]
 
 
-def at_equal_kl(metrics, others, kl="kl"):
+def at_equal_kl(metrics, others, kl="kl", limits=KL_RANGE):
     """Accuracy minus another run's at the same KL, the mean over the KL that both pass through.
 
-    Within KL_RANGE, linear between steps; NaN where the two have no KL in common.
+    Within the limits, linear between steps; NaN where the two have no KL in common.
 
     >>> kl = np.linspace(0.0, 0.06, 9)
     >>> float(at_equal_kl({"kl": kl, "accuracy": kl + 0.1}, {"kl": kl, "accuracy": kl}))
     0.1
     """
     curves = [accuracy_by_kl(one, kl) for one in (metrics, others)]
-    low = max(KL_RANGE[0], *(curve[0][0] for curve in curves))
-    high = min(KL_RANGE[1], *(curve[0][-1] for curve in curves))
+    low = max(limits[0], *(curve[0][0] for curve in curves))
+    high = min(limits[1], *(curve[0][-1] for curve in curves))
     at = np.linspace(low, high, 101)
     difference = np.interp(at, *curves[0]) - np.interp(at, *curves[1])
     return round(difference.mean(), 12) if low < high else np.nan
@@ -113,19 +114,19 @@ def holm(p_values):
     return corrected[order.argsort()]
 
 
-def by_seed(frame, method, other, outcome, kl="kl"):
+def by_seed(frame, method, other, outcome, kl="kl", limits=KL_RANGE):
     """First minus second for every seed that both have, as a series by seed."""
     first, second = (frame[frame.method == name].set_index("seed") for name in (method, other))
     seeds = first.index.intersection(second.index).sort_values()
     if outcome == EQUAL_KL:
         pairs = zip(first.metrics[seeds], second.metrics[seeds])
-        return pd.Series([at_equal_kl(*pair, kl) for pair in pairs], seeds, dtype=float)
+        return pd.Series([at_equal_kl(*pair, kl, limits) for pair in pairs], seeds, dtype=float)
     return first[outcome][seeds] - second[outcome][seeds]
 
 
-def differences(frame, pairs, outcome, kl="kl"):
+def differences(frame, pairs, outcome, kl="kl", limits=KL_RANGE):
     """pair → (by seed, mean, half of its interval, p by Holm), for pairs with two seeds or more."""
-    found = {pair: by_seed(frame, *pair, outcome, kl).dropna() for pair in pairs}
+    found = {pair: by_seed(frame, *pair, outcome, kl, limits).dropna() for pair in pairs}
     found = {pair: values for pair, values in found.items() if len(values) > 1}
     p_values = [stats.ttest_1samp(values, 0).pvalue for values in found.values()]
     p_values = holm(np.nan_to_num(p_values, nan=1.0))  # NaN: all differences are 0
@@ -159,7 +160,7 @@ DEFAULT += ("AR α = 0.6", "AR α = 1", "Lopti η = 0.2", "Lopti η = 0.8", "STA
 DEFAULT += ("REINFORCE++", "GRPO, learning rate × 0.5", "GRPO, learning rate × 2")
 STEPS = ("random split", "GRPO, half-size mini-batches")  # as many as Lopti takes
 FASTER = "GRPO, learning rate × √2"
-COMPARISONS = {  # table → pairs, and outcomes that are not by step and at equal KL
+COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; limits of the KL
     "against GRPO": (minus("GRPO", *DEFAULT), (WHOLE, SAMPLED)),
     "split or step": (
         minus(TWO, "Lopti", *STEPS)
@@ -213,6 +214,8 @@ COMPARISONS = {  # table → pairs, and outcomes that are not by step and at equ
         | minus("GRPO", "Lopti", ending=SLOWER, expected="ahead; level or a little ahead")
         | minus("GRPO", TWO, ending=SLOWER, expected="ahead or level; level or behind")
         | minus(TWO, "Lopti", ending=SLOWER, expected="ahead at equal KL"),
+        (WHOLE, EQUAL_KL),
+        SMALL_KL,
     ),
     "SmolLM2, 12 steps": (
         dict(
@@ -245,10 +248,10 @@ def of_runs(values):
     return f"{values.mean():.3f}{deviation}" if len(values) else ""
 
 
-def comparisons_table(frame, pairs, outcomes=(WHOLE, EQUAL_KL), only=None):
+def comparisons_table(frame, pairs, outcomes=(WHOLE, EQUAL_KL), limits=KL_RANGE, only=None):
     """A row for each pair, or for those in `only`: every outcome with its interval and p."""
     kl = column_of_kl(frame[frame.method.isin({name for pair in pairs for name in pair})].metrics)
-    found = [differences(frame, pairs, outcome, kl) for outcome in outcomes]
+    found = [differences(frame, pairs, outcome, kl, limits) for outcome in outcomes]
     told, with_kl = any(pairs.values()), EQUAL_KL in outcomes
     head = [part for outcome in outcomes for part in (outcome, "p (Holm)")]
     rows = [("difference", *["expected"] * told, "seeds", *head, *[KL_END] * with_kl)]
