@@ -2008,7 +2008,7 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))
     assert found["an optimizer for each pass"][1] == pytest.approx(float(100 * (split / plain - 1)))
     found |= diagnose.adam_statistics(low, high, range(5))
-    found |= diagnose.move_statistics([(np.ones(3), np.ones(4))], [0])
+    found |= diagnose.move_statistics(np.ones((1, 3)), [0])
     page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in found.items()}, args)
     assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 3
     monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
