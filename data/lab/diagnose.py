@@ -25,6 +25,7 @@ import copy
 import itertools
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -50,11 +51,11 @@ BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into diff
 ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference
 
-# What is printed: names of numbers, with their digits, and text. The paper's numbers are read
+# What is printed: text, answers, and names of numbers with their digits. The paper's are read
 # off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
 PAGE = """\
 Has it the problem?
-ANSWER
+{}
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of tokens | 2
       the paper's 7B model                         0.19           0.10           0.10           0.61
@@ -66,13 +67,13 @@ ANSWER
 
 Would AR help? It does if the signal (what tokens add to the reward) sits at likelier tokens than
 the energy (what they add to the length of a step).
-ANSWER
+{}
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of the energy | 2
   share of the signal | 2
                                          by signal: E_s by energy: E_v     difference
   mean π | 2
-  ALPHAS
+                                        {alphas}
   gain in %, predicted | 1
   gain in %, measured | 1
   gain in %, measured, without the bias | 1
@@ -80,7 +81,7 @@ ANSWER
 
 Would Lopti help? It does if the likely tokens (π ≥ η) hold more of the signal than a threshold,
 which follows from the lengths of the two gradients.
-ANSWER
+{}
                                               its share      threshold
   signal of π ≥ η | 2
       the paper's 7B model                            –           0.18
@@ -304,20 +305,17 @@ def move_statistics(moved, used):
 
 def page(found, args):
     """The three questions, answers and their numbers. found: name → (value, half of interval)."""
-    lines, answers = [], iter(sentences(found, args))
-    for line in PAGE.splitlines():
-        label, bar, digits = line.partition(" | ")
-        if line == "ANSWER":
-            lines += textwrap.wrap("  " + next(answers), 98, subsequent_indent="  ")
-            continue
-        if bar:
-            pairs = zip(*found[label.strip()])
-            cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
-            line = f"{label:<40}" + "".join(f"{'?' if 'nan' in x else x:>15}" for x in cells)
-        elif line == "  ALPHAS":
-            line = " " * 40 + "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
-        lines.append(line)
-    return "\n".join(lines)
+
+    def numbers(row):
+        label, digits = row.groups()
+        pairs = zip(*found[label.strip()])
+        cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
+        return f"{label:<40}" + "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
+
+    alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
+    wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
+    answers = map(wrap, sentences(found, args))
+    return re.sub(r"(.*) \| (\d)", numbers, PAGE).format(*answers, alphas=alphas)
 
 
 def compared(gain, half):

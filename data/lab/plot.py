@@ -117,16 +117,18 @@ def draw(folders, smooth=1, measure="reward"):
 
 def draw_diagnosis(found, alphas, title):
     """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
-    panels = {  # a number, what its entries are
-        "‖gradient‖ (of all tokens: 1)": ("π < .25", ".25–.5", ".5–.75", "π ≥ .75"),
-        "gain in %, measured": [f"AR, α = {alpha:g}" for alpha in alphas],
-        "an optimizer for each pass": ("Lopti's gain in %,\npredicted", "measured"),
+    panels = {  # a number: its question, what its entries are
+        "‖gradient‖ (of all tokens: 1)": ("Has it the problem?", ("π<.25", "", "", "π≥.75")),
+        "gain in %, measured": ("Would AR help?", [f"α={alpha:g}" for alpha in alphas]),
+        "an optimizer for each pass": ("Would Lopti help?", ("gain in %, predicted", "measured")),
     }
     figure, axes = canvas(3)
-    for axis, (name, entries) in zip(axes, panels.items()):
-        axis.errorbar(entries, *found[name], fmt="o", capsize=4)
+    for axis, (name, (question, entries)) in zip(axes, panels.items()):
+        axis.errorbar(range(len(entries)), *found[name], fmt="o", capsize=4)
         axis.axhline(0, color="black", linewidth=1)
-        axis.set_title(name)
+        axis.margins(x=0.3)
+        axis.set_xticks(range(len(entries)), entries)
+        axis.set(title=question, ylabel=name)
     figure.suptitle(title)
     return figure
 
