@@ -6,21 +6,18 @@
 
 It samples rollout batches as lopti.py would with the same flags, cuts them into mini-batches (one
 optimizer step each), and takes the gradient of each part of a mini-batch's tokens at the policy
-that sampled: without a clip and the KL, as in the first step. ± and brackets are 95 % intervals by
-the jackknife over mini-batches. What is printed:
+that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-batches.
 
 - *Signal* of some tokens: the inner product of their gradient with the whole gradient of another
   mini-batch, the mean over all pairs. That is ⟨∇J, E g⟩, and noise does not count as signal.
 - *Energy* of some tokens: E‖g‖², g their gradient in a mini-batch. AR's predicted gain
-  (theory.unit_progress) neglects the cross terms between bins of π, and takes for each bin one π:
-  the mean weighted by the energy at the logits, Â²·‖∇_z log π‖².
+  (theory.unit_progress) neglects the cross terms between bins of π, and takes for each bin one π.
 - *Gain, measured*: the progress of a step of length 1 along a method's gradient of one mini-batch,
   along the mean gradient of all others, over the same for GRPO. It knows no bins.
-- *One AdamW*: theory.adam_drift over all mini-batches but one, its progress along that one's.
 
-Gradients are kept whole where that takes at most 2 GB; else each as a sketch, its entries times
-random signs, added up in 262,139 buckets: inner products are right on average, with a standard
-error of .2 % of the product of the lengths. LOPTI_QUICK=1 takes fewer, smaller batches: a minute.
+Gradients are kept whole where that takes at most 2 GB; else each as a sketch: inner products are
+right on average, with a standard error of .2 % of the product of the lengths. LOPTI_QUICK=1 takes
+fewer, smaller batches: a minute.
 """
 
 import argparse
@@ -28,6 +25,7 @@ import copy
 import itertools
 import math
 import os
+import re
 import sys
 import textwrap
 import time
@@ -53,11 +51,11 @@ BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into diff
 ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference
 
-# What is printed: names of numbers, with their digits, and text. The paper's numbers are read
+# What is printed: text, answers, and names of numbers with their digits. The paper's are read
 # off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
 PAGE = """\
 Has it the problem?
-ANSWER
+{}
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of tokens | 2
       the paper's 7B model                         0.19           0.10           0.10           0.61
@@ -66,19 +64,16 @@ ANSWER
   an update on                            π < .25 alone  π ≥ .75 alone     difference
   moves π ≥ .75 (an update on all: 1) | 2
       the paper's 7B model                           ≈1        smaller
-  after a step of                                  GRPO    GRPO, twice             AR          Lopti
-  share of rewarded π ≥ .75 that rise | 3
-      the paper's 7B model                        0.497              –          0.526          0.534
 
 Would AR help? It does if the signal (what tokens add to the reward) sits at likelier tokens than
 the energy (what they add to the length of a step).
-ANSWER
+{}
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of the energy | 2
   share of the signal | 2
                                          by signal: E_s by energy: E_v     difference
   mean π | 2
-  ALPHAS
+                                        {alphas}
   gain in %, predicted | 1
   gain in %, measured | 1
   gain in %, measured, without the bias | 1
@@ -86,7 +81,7 @@ ANSWER
 
 Would Lopti help? It does if the likely tokens (π ≥ η) hold more of the signal than a threshold,
 which follows from the lengths of the two gradients.
-ANSWER
+{}
                                               its share      threshold
   signal of π ≥ η | 2
       the paper's 7B model                            –           0.18
@@ -121,9 +116,6 @@ def collect(policy, tokenizer, rows, args):
     return rollout, rewards, entropies
 
 
-# ---- gradients of a mini-batch
-
-
 def stored(named_gradients, exact):
     """A list of (name, gradient) → itself or its sketch, and some of its entries.
 
@@ -136,14 +128,12 @@ def stored(named_gradients, exact):
         entries.append(flat[-seen % stride :: stride])
         seen += len(flat)
         if not exact:
-            draw = torch.Generator(flat.device).manual_seed(seed)
             flat = torch.nn.functional.pad(flat, (0, -len(flat) % BUCKETS))
-            drawn = {"generator": draw, "device": flat.device, "dtype": torch.int8}
+            drawn = {"device": flat.device, "dtype": torch.int8}
+            drawn["generator"] = torch.Generator(flat.device).manual_seed(seed)
             signs = torch.randint(0, 2, flat.shape, **drawn)
-            flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0)
-            flat = sum(kept, flat.roll(seed % BUCKETS))
-            kept.clear()
-        kept.append(flat)
+            flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0).roll(seed % BUCKETS)
+        kept = [*kept, flat] if exact else [sum(kept, flat)]
     return torch.cat(kept).cpu(), torch.cat(entries).cpu()
 
 
@@ -190,48 +180,29 @@ def gradients(policy, batch, args, exact=True):
     return vectors, entries, at_logits.cpu().numpy()
 
 
-# ---- what a step does to the probabilities (Figs. 1 and 3)
-
-
-def probabilities(model, rollout, args):
-    """π of every token; of a small model in float64, because likely tokens move by very little."""
-    if model.num_parameters() < 5e7 and model.device.type != "mps":
-        model = copy.deepcopy(model).double()
-    return lopti.score(model, rollout, changed(args, dtype="float32"))[0].exp()
-
-
 def moves(policy, batch, args, norm):
-    """How far a step on a mini-batch moves likely tokens, π ≥ .75, and how many rewarded ones rise.
+    """(3,): the mean |Δπ| of likely tokens, π ≥ .75, as in Fig. 1e and f.
 
-    (3,), as in Fig. 1: their mean |Δπ| by plain gradient descent on all tokens, on π < .25 and on
-    π ≥ .75 alone. `norm` is that of the gradient; the step on all is as long as a fresh AdamW's.
-    (4,), as in Fig. 3: the share of those with Â > 0 whose π rose, by a fresh AdamW at the learning
-    rate of `args`: GRPO, GRPO twice, AR, Lopti.
+    After a step of plain gradient descent on all tokens, on π < .25 and on π ≥ .75 alone. That on
+    all, whose gradient has the norm `norm`, is as long as a fresh AdamW's.
     """
-    args = changed(args, kl_coef=0.0, mini_batch_size=0)
+    args = changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
     rate = args.learning_rate * policy.num_parameters() ** 0.5 / norm
-    before, pi, every = probabilities(policy, batch, args), batch.old_logprobs.exp(), batch.mask
-    unlikely, likely = every & (pi < EDGES[1]), every & (pi >= EDGES[3])
+    pi, every, sizes = batch.old_logprobs.exp(), batch.mask, []
+    likely = every & (pi >= EDGES[3])
 
-    def after(*stages, alpha=0.0, plain=False):  # Δπ of the likely tokens
+    def probabilities(model):  # of a small model in float64: likely tokens move by very little
+        if model.num_parameters() < 5e7 and model.device.type != "mps":
+            model = copy.deepcopy(model).double()
+        return lopti.score(model, batch, changed(args, dtype="float32"))[0].exp()
+
+    before = probabilities(policy)
+    for tokens in (every, every & (pi < EDGES[1]), likely):
         trained = copy.deepcopy(policy)
-        settings = changed(args, max_grad_norm=math.inf) if plain else args
-        sgd = torch.optim.SGD(trained.parameters(), lr=rate)
-        optimizer = sgd if plain else lopti.make_optimizer(trained, args)
-        weighted = lopti.reweight_advantages(batch.advantages, batch.old_logprobs, alpha)
-        for tokens in stages:
-            rollout = changed(batch, advantages=weighted)
-            lopti.update(trained, optimizer, rollout, tokens, settings)
-        return (probabilities(trained, batch, args) - before)[likely]
-
-    sizes = [float(after(part, plain=True).abs().mean()) for part in (every, unlikely, likely)]
-    steps = [after(every), after(every, every), after(every, alpha=args.alpha)]
-    steps += [after(*lopti.split_tokens(batch.old_logprobs, every, args.eta))]
-    rewarded = batch.advantages[likely] > 0
-    return np.array(sizes), np.array([float((x[rewarded] > 0).double().mean()) for x in steps])
-
-
-# ---- from gradients to numbers
+        optimizer = torch.optim.SGD(trained.parameters(), lr=rate)
+        lopti.update(trained, optimizer, batch, tokens, args)
+        sizes.append(float((probabilities(trained) - before)[likely].abs().mean()))
+    return np.array(sizes)
 
 
 def jackknife(statistics, count):
@@ -242,10 +213,9 @@ def jackknife(statistics, count):
     >>> [round(float(x), 3) for x in found]  # of a mean it is Student's interval
     [2.0, 2.484]
     """
-    every = list(range(count))
-    without = [statistics([j for j in every if j != i]) for i in every]
-    result, factor = {}, stats.t.ppf(0.975, count - 1) * (count - 1) ** 0.5
-    for name, value in statistics(every).items():
+    without = [statistics([j for j in range(count) if j != i]) for i in range(count)]
+    factor, result = stats.t.ppf(0.975, count - 1) * (count - 1) ** 0.5, {}
+    for name, value in statistics(list(range(count))).items():
         result[name] = np.array([value, factor * np.std([one[name] for one in without], axis=0)])
     return result
 
@@ -264,67 +234,63 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
     parts, (by_pi, bias) = rows[:-2], rows[-2:]
-    bins = [parts[[low <= start < high for start, _ in pieces]].sum(0) for low, high in BINS]
+    bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
     grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
     high, alphas = grpo - low, np.array(alphas_of(args))[:, None]
     ar, chosen = (1 - alphas) * grpo + alphas * by_pi, dots[used][:, :, used]
+    unbiased = ar - alphas * bias
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
     crossed = (chosen.sum(2) - own) / (n - 1)  # (n, K, K): with the mean of all others
+    mean_own, signal_of = own.mean(0), crossed.mean(0) @ grpo  # of K rows
 
-    def norms(a):
-        return ((a @ own @ a) + 1e-30) ** 0.5  # (n,)
+    def lengths(part):
+        return (part @ own @ part + 1e-30) ** 0.5  # (n,)
 
-    def energies(parts):
-        return np.array([(norms(part) ** 2).mean() for part in parts])
-
-    def signals(parts):
-        return np.array([(part @ crossed @ grpo).mean() for part in parts])
+    def energy(parts):  # of one or of several
+        return (parts @ mean_own * parts).sum(-1) + 1e-30
 
     def progress(*steps):  # of steps of length 1 each, over the length of their sum
-        unit = sum(step / norms(step)[:, None] for step in steps)  # (n, K)
+        unit = sum(step / lengths(step)[:, None] for step in steps)  # (n, K)
         length = np.einsum("nk,nkl,nl->n", unit, own, unit) ** 0.5
         return (np.einsum("nk,nkl,l->n", unit, crossed, grpo) / length).mean()
 
-    def gains(*methods):  # each is a tuple of steps
-        return np.array([100 * (progress(*steps) / progress(grpo) - 1) for steps in methods])
+    def gain(*steps):
+        return 100 * (progress(*steps) / progress(grpo) - 1)
 
-    signal, (weight, weighted) = signals([grpo])[0], at_logits[used].sum(0)
-    terms = weighted / (weight + 1e-30), signals(parts), energies(parts)
-    pi, of_parts, energy = terms = [torch.tensor(term) for term in terms]
-    means = [float((pi * x).sum() / x.sum()) for x in (of_parts, energy)]
-    predicted = np.array([float(theory.unit_progress(*terms, x)) for x in (0.0, *alphas_of(args))])
-    low_energy, high_energy = energies([low, high])
-    phi, sigma = math.atan((high_energy / low_energy) ** 0.5), signals([high])[0] / signal
-    cosine = (low @ own @ high).mean() / (low_energy * high_energy) ** 0.5
+    signal, (weight, weighted) = grpo @ signal_of, at_logits[used].sum(0)
+    terms = weighted / (weight + 1e-30), parts @ signal_of, energy(parts)
+    by_signal, by_energy = ((terms[0] * x).sum() / x.sum() for x in terms[1:])
+    predicted = np.array([theory.unit_progress(*terms, x) for x in (0.0, *alphas_of(args))])
+    phi, sigma = math.atan((energy(high) / energy(low)) ** 0.5), high @ signal_of / signal
+    cosine = (low @ mean_own @ high) / (energy(low) * energy(high)) ** 0.5
     split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
-    lengths, tokens = np.array([norms(x).mean() for x in (*bins, grpo)]), counts[used].sum(0)
+    norms, tokens = np.array([lengths(x).mean() for x in (*bins, grpo)]), counts[used].sum(0)
     return {
         "progress": progress(grpo),
-        "ratio": lengths[0] / lengths[3],
+        "ratio": norms[0] / norms[3],
         "share of tokens": tokens / tokens.sum(),
-        "‖gradient‖ (of all tokens: 1)": lengths[:4] / lengths[4],
-        "share of the energy": energies(bins) / energies(bins).sum(),
-        "share of the signal": signals(bins) / signal,
-        "mean π": np.array([*means, means[0] - means[1]]),
+        "‖gradient‖ (of all tokens: 1)": norms[:4] / norms[4],
+        "share of the energy": energy(bins) / energy(bins).sum(),
+        "share of the signal": bins @ signal_of / signal,
+        "mean π": np.array([by_signal, by_energy, by_signal - by_energy]),
         "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
-        "gain in %, measured": gains(*zip(ar)),
-        "gain in %, measured, without the bias": gains(*zip(ar - alphas * bias)),
-        "the bias along ∇J (signal: 1)": signals(alphas * bias) / signal,
+        "gain in %, measured": np.array([gain(step) for step in ar]),
+        "gain in %, measured, without the bias": np.array([gain(step) for step in unbiased]),
+        "the bias along ∇J (signal: 1)": alphas[:, 0] * (bias @ signal_of) / signal,
         "signal of π ≥ η": np.array([sigma, theory.split_threshold(phi, cosine)]),
-        "an optimizer for each pass": np.array([split, *gains((low, high))]),
+        "an optimizer for each pass": np.array([split, gain(low, high)]),
     }
 
 
 def adam_statistics(low, high, used):
     """(distance, progress, progress for each distance) of Lopti with one AdamW, over GRPO's.
 
-    low, high: the passes' gradients (N, D). The step is the mean one of all mini-batches but one,
-    and its progress is along the gradient of that one.
+    low, high: the passes' gradients (N, D). The step is theory.adam_drift over all mini-batches
+    but one, its progress that along the gradient of that one.
     """
     found = 0.0
     for i in used:
-        rest = [j for j in used if j != i]
-        a, b = low[rest], high[rest]
+        a, b = (part[[j for j in used if j != i]] for part in (low, high))
         steps = torch.stack([theory.adam_drift(a + b), theory.adam_drift(a, b)])
         steps = steps.nan_to_num(0.0)  # 0/0: a weight without gradient
         found = found + torch.stack([steps.norm(dim=1), steps @ (low[i] + high[i])], 1).numpy()
@@ -333,35 +299,23 @@ def adam_statistics(low, high, used):
 
 
 def move_statistics(moved, used):
-    """What `moves` found, averaged over mini-batches."""
-    sizes, rises = (np.mean(values, axis=0) for values in zip(*(moved[i] for i in used)))
-    low, high = sizes[1:] / sizes[0]
-    return {
-        "moves π ≥ .75 (an update on all: 1)": np.array([low, high, low - high]),
-        "share of rewarded π ≥ .75 that rise": rises,
-    }
-
-
-# ---- in words
+    every, low, high = moved[used].mean(0)
+    return {"moves π ≥ .75 (an update on all: 1)": np.array([low, high, low - high]) / every}
 
 
 def page(found, args):
     """The three questions, answers and their numbers. found: name → (value, half of interval)."""
-    lines, answers = [], iter(sentences(found, args))
-    for line in PAGE.splitlines():
-        label, bar, digits = line.partition(" | ")
-        cells = []
-        if line == "ANSWER":
-            lines += textwrap.wrap("  " + next(answers), 98, subsequent_indent="  ")
-            continue
-        if bar:
-            pairs = zip(*found[label.strip()])
-            cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
-        elif line == "  ALPHAS":
-            label, cells = "", [f"α = {alpha:g}" for alpha in alphas_of(args)]
-        cells = "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
-        lines.append(f"{label:<40}{cells}" if cells else label)
-    return "\n".join(lines)
+
+    def numbers(row):
+        label, digits = row.groups()
+        pairs = zip(*found[label.strip()])
+        cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
+        return f"{label:<40}" + "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
+
+    alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
+    wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
+    answers = map(wrap, sentences(found, args))
+    return re.sub(r"(.*) \| (\d)", numbers, PAGE).format(*answers, alphas=alphas)
 
 
 def compared(gain, half):
@@ -372,10 +326,11 @@ def compared(gain, half):
     >>> [compared(*pair).split(": ")[2] for pair in ((10, 7.5), (-10, 7.5), (10, 12))]
     ['it helps', 'it does harm', 'not decided, take more --batches']
     """
-    small = abs(gain) + half < SMALL
-    answer = "little difference" if small else "not decided, take more --batches"
     if abs(gain) > half:
         answer = "it helps" if gain > 0 else "it does harm"
+    else:
+        small = abs(gain) + half < SMALL
+        answer = "little difference" if small else "not decided, take more --batches"
     interval = f"{round(gain - half)} to {round(gain + half)} %".replace("-", "−")
     amount = f"{abs(round(gain))} % {'less' if round(gain) < 0 else 'more'}"
     return f"{amount} reward than GRPO (95 % interval: {interval}): {answer}"
@@ -385,63 +340,53 @@ def sentences(found, args):
     """The three answers in words."""
     share, (ratio, half) = found["share of tokens"][0][0], found["ratio"]
     moved, halves = found["moves π ≥ .75 (an update on all: 1)"]
-    answer = "Yes" if ratio - half > 1 and moved[2] > halves[2] else "Not surely"
-    problem = (
-        f"{answer}. {100 * share:.0f} % of the tokens are unlikely (π < .25). Their gradient is "
+    yield (
+        f"{'Yes' if ratio - half > 1 and moved[2] > halves[2] else 'Not surely'}. "
+        f"{100 * share:.0f} % of the tokens are unlikely (π < .25). Their gradient is "
         f"{ratio:.1f} ± {half:.1f} times as long as that of the likely ones (π ≥ .75; in the paper "
         f"4.8 times). An update on the unlikely ones alone moves the likely ones {moved[0]:.2f} "
         f"times as far as an update on all, one on the likely ones {moved[1]:.2f} times."
     )
     if not found["progress"][0] > found["progress"][1]:
         unsure = "GRPO's own progress is not surely above 0, so nothing can be compared with it"
-        return [problem, *[f"Not decided: {unsure}. Take more --batches."] * 2]
+        yield from [f"Not decided: {unsure}. Take more --batches."] * 2
+        return
     gain = found["gain in %, measured"][:, alphas_of(args).index(args.alpha)]
+    yield f"With steps of the same length AR at α = {args.alpha:g} gains {compared(*gain)}."
     own = found["an optimizer for each pass"][:, 1]
     distance, _, per_distance = found["one AdamW for both passes"].T
-    per_distance = 100 * per_distance - [100, 0]
-    ar = f"With steps of the same length AR at α = {args.alpha:g} gains {compared(*gain)}."
-    two_passes = (
+    yield (
         f"With steps of the same length and an optimizer for each pass Lopti at η = {args.eta:g} "
         f"gains {compared(*own)}. With one AdamW, as in lopti.py, it goes {distance[0]:.2f} times "
-        f"as far as GRPO; over the same length it gains {compared(*per_distance)}."
+        f"as far as GRPO; over the same length it gains {compared(*100 * per_distance - [100, 0])}."
     )
-    return [problem, ar, two_passes]
-
-
-# ---- the command
 
 
 def measure(policy, tokenizer, rows, count, args):
     """All numbers of `count` rollout batches, name → (value, half), and a line about them."""
     responses = args.prompts_per_step * args.group_size
-    size = args.mini_batch_size or responses
-    planned, pieces = count * math.ceil(responses / size), pieces_of(args.eta)
-    weights = policy.num_parameters(only_trainable=True)
+    size, pieces = args.mini_batch_size or responses, pieces_of(args.eta)
+    planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
     exact = 4.0 * weights * planned * (len(pieces) + 2) <= MEMORY
     torch.manual_seed(args.seed)
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []
-    progress = tqdm(total=planned, desc="mini-batches", disable=None)
-    for _ in range(count):
+    for _ in tqdm(range(count), "rollout batches", disable=None):
         rollout, rewards, _ = collect(policy, tokenizer, next(prompts), args)
         right += (rewards >= args.solved_reward).tolist()
-        for indices in torch.arange(responses).split(size):
-            batch = rollout.rows(indices)
+        for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step
                 found = gradients(policy, batch, args, exact)
                 pi = batch.old_logprobs[batch.mask].exp().tolist()
                 measured.append((*found, np.histogram(pi, EDGES)[0]))
-                if len(measured) % max(2, planned // 5) == 1:  # it takes three times as long
+                if len(measured) % max(2, planned // 5) == 1:  # it takes as long as the gradients
                     norm = found[0][: len(pieces)].double().sum(0).norm()
                     moved.append(moves(policy, batch, args, float(norm)))
-            progress.update()
-    progress.close()
-    used, share = len(measured), 100 * np.mean(right)
+    used, share = len(measured), f"{100 * np.mean(right):.0f} % of the answers"
     if used < max(3, planned / 2):
         raise lopti.UserError(
-            f"only {used} of {planned} mini-batches have a group with unequal rewards ({share:.0f} "
-            "% of the answers are right): too few to measure anything. Take other --data, a larger "
-            "--group-size or more --prompts-per-step"
+            f"only {used} of {planned} mini-batches have a group with unequal rewards ({share} are "
+            "right): too few. Take other --data, a larger --group-size or more --prompts-per-step"
         )
     vectors, entries, *others = zip(*measured)
     entries = torch.stack(entries)[:, : len(pieces)].double()
@@ -450,10 +395,9 @@ def measure(policy, tokenizer, rows, count, args):
     numbers = inner_products(torch.stack(vectors)), *map(np.stack, others), args
     found = jackknife(partial(gradient_statistics, *numbers), used)
     found |= jackknife(partial(adam_statistics, *passes), used)
-    found |= jackknife(partial(move_statistics, moved), len(moved))
+    found |= jackknife(partial(move_statistics, np.stack(moved)), len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
-    text = f"{used} mini-batches of {size} answers, {share:.0f} % of the answers right"
-    return found, f"{text}, gradients {kept}"
+    return found, f"{used} mini-batches of {size} answers, {share} right, gradients {kept}"
 
 
 def main(argv=None):

@@ -116,38 +116,19 @@ def draw(folders, smooth=1, measure="reward"):
 
 
 def draw_diagnosis(found, alphas, title):
-    """What diagnose.py found: lengths of gradients, energy and signal, gains."""
-    figure, (left, middle, right) = canvas(3, width_ratios=(1, 1, 1.2))
-    colors, bins = (COLORS["low"], "#E9A66B", "#8FB8DE", COLORS["high"]), np.arange(4)
-    norm, paper = "‖gradient‖ (of all tokens: 1)", np.array([(0.88, 0.44, 0.29, 0.18), [0] * 4])
-    for axis, names, pairs in (
-        (left, ("the paper, 7B", "here"), (paper, found[norm])),
-        (middle, ("energy", "signal"), [found[f"share of the {x}"] for x in ("energy", "signal")]),
-    ):
-        for name, pair, place, alpha in zip(names, pairs, (-0.2, 0.2), (0.45, 1)):
-            axis.bar(bins + place, pair[0], 0.38, yerr=pair[1], color=colors, alpha=alpha)
-            axis.bar(0, 0, color="grey", alpha=alpha, label=name)
+    """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
+    panels = {  # a number: its question, what its entries are
+        "‖gradient‖ (of all tokens: 1)": ("Has it the problem?", ("π<.25", "", "", "π≥.75")),
+        "gain in %, measured": ("Would AR help?", [f"α={alpha:g}" for alpha in alphas]),
+        "an optimizer for each pass": ("Would Lopti help?", ("gain in %, predicted", "measured")),
+    }
+    figure, axes = canvas(3)
+    for axis, (name, (question, entries)) in zip(axes, panels.items()):
+        axis.errorbar(range(len(entries)), *found[name], fmt="o", capsize=4)
         axis.axhline(0, color="black", linewidth=1)
-        axis.set_xticks(bins, ("π < .25", ".25–.5", ".5–.75", "π ≥ .75"), fontsize=13)
-        axis.legend()
-    left.set(title="Length of the gradient", ylabel="‖gradient‖ (of all tokens: 1)")
-    middle.set(title="Where energy and signal sit", ylabel="share of the whole")
-    own = found["an optimizer for each pass"]
-    adam = 100 * found["one AdamW for both passes"] - [[100], [0]]
-    labels = [*(f"AR, α = {alpha:g}" for alpha in alphas), "Lopti, an opti-\nmizer for each pass"]
-    rows = np.arange(len(labels) + 1)
-    for name, place, face, last in (
-        ("predicted", -0.12, "white", own[:, :1]),
-        ("measured", 0.12, "black", np.hstack([own[:, 1:2], adam[:, 2:]])),
-    ):
-        value, half = np.hstack([found[f"gain in %, {name}"], last])
-        style = {"fmt": "o", "color": "black", "markerfacecolor": face, "capsize": 4}
-        right.errorbar(value, rows[: len(value)] + place, xerr=half, label=name, **style)
-    right.axvline(0, color="black", linewidth=1)
-    right.set_yticks(rows, [*labels, "Lopti, one AdamW"])
-    right.invert_yaxis()
-    right.set(title="Progress for each length", xlabel="gain over GRPO in %, 95 % interval")
-    right.legend()
+        axis.margins(x=0.3)
+        axis.set_xticks(range(len(entries)), entries)
+        axis.set(title=question, ylabel=name)
     figure.suptitle(title)
     return figure
 
