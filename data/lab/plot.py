@@ -133,6 +133,24 @@ def draw_diagnosis(found, alphas, title):
     return figure
 
 
+def draw_gains(rows):
+    """The gain of a step of given length that theory.py predicts, and what world.py simulated."""
+    figure, axis = canvas(1, 9)
+    rows = pd.DataFrame(rows)
+    for name, points in rows.groupby("gain_of", sort=False):
+        axis.loglog(points.predicted, points.simulated, "o", label=name, markersize=8)
+    ends = [rows.predicted.min(), rows.predicted.max()]
+    axis.plot(ends, ends, color="black", linewidth=1, label="as predicted")
+    worlds = rows.world.map(str).nunique()
+    axis.set_title(f"The gain of a step of given length over GRPO's, in {worlds} designed worlds")
+    axis.set(xlabel="predicted by the theorem", ylabel="simulated")
+    axis.minorticks_off()
+    for side in (axis.xaxis, axis.yaxis):
+        side.set_ticks((0.5, 1, 2, 4), ("0.5", "1", "2", "4"))
+    axis.legend(title="a mark is a world")
+    return figure
+
+
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -154,6 +172,8 @@ def main():
             analysis.FOLDER / f"{name}.png": draw_two_views(lines, methods, TITLES[name])
             for name, methods in PICTURES.items()
         }
+        gains = experiments.read_lines(analysis.FOLDER / "world_gain.jsonl")
+        pictures[analysis.FOLDER / "world_gain.png"] = draw_gains(gains)
     for path, figure in pictures.items():
         if figure:  # there are runs for it
             figure.savefig(path)
