@@ -2008,10 +2008,18 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     plain, ar, split = ((step * others).sum(1).mean() for step in steps)
     assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))
     assert found["an optimizer for each pass"][1] == pytest.approx(float(100 * (split / plain - 1)))
-    found |= diagnose.adam_statistics(low, high, range(5))
+    found |= diagnose.adam_statistics(vectors, args, range(5))
+    sums = torch.zeros(2, 2, dtype=torch.float64)  # of GRPO, of AR: progress and length
+    for i, rest in enumerate(itertools.combinations(reversed(range(5)), 4)):
+        for number, step in enumerate((grpo, 0.7 * grpo + 0.3 * (by_pi - vectors[:, 5]))):
+            drift = step[list(rest)].mean(0) / step[list(rest)].square().mean(0).sqrt()
+            sums[number] += torch.stack([drift @ grpo[i], drift.norm()])
+    (plain, length), (ar, other) = sums
+    expected = float(100 * (ar / other / (plain / length) - 1))
+    assert found["gain in %, with AdamW, without the bias"][1] == pytest.approx(expected)
     found |= diagnose.move_statistics(np.ones((1, 3)), [0])
     page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in found.items()}, args)
-    assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 3
+    assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 4
     monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
     with pytest.raises(lopti.UserError, match="only 0 of 3 mini-batches have .*0 % of the ans"):
         diagnose.main([*SMALL_BATCH, "--batches", "3"])

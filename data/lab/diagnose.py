@@ -77,6 +77,8 @@ the energy (what they add to the length of a step).
   gain in %, predicted | 1
   gain in %, measured | 1
   gain in %, measured, without the bias | 1
+  gain in %, with AdamW | 1
+  gain in %, with AdamW, without the bias | 1
   the bias along ∇J (signal: 1) | 2
 
 Would Lopti help? It does if the likely tokens (π ≥ η) hold more of the signal than a threshold,
@@ -282,20 +284,32 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     }
 
 
-def adam_statistics(low, high, used):
-    """(distance, progress, progress for each distance) of Lopti with one AdamW, over GRPO's.
+def adam_statistics(entries, args, used):
+    """AR and Lopti with one AdamW, over GRPO: its gain, or its distance and progress.
 
-    low, high: the passes' gradients (N, D). The step is theory.adam_drift over all mini-batches
-    but one, its progress that along the gradient of that one.
+    entries: those of the rows of `gradients`, (N, K, E). A step is theory.adam_drift over all
+    mini-batches but one, its progress that along the gradient of that one.
     """
-    found = 0.0
+    parts, (by_pi, bias) = entries[:, :-2], entries[:, -2:].unbind(1)
+    unlikely = torch.tensor([high <= args.eta for _, high in pieces_of(args.eta)])
+    low, high, grpo = parts[:, unlikely].sum(1), parts[:, ~unlikely].sum(1), parts.sum(1)
+    reweighted = [(1 - alpha) * grpo + alpha * by_pi for alpha in alphas_of(args)]
+    unbiased = [ar - alpha * bias for ar, alpha in zip(reweighted, alphas_of(args))]
+    methods, found = [(grpo,), (low, high), *((ar,) for ar in reweighted + unbiased)], 0.0
     for i in used:
-        a, b = (part[[j for j in used if j != i]] for part in (low, high))
-        steps = torch.stack([theory.adam_drift(a + b), theory.adam_drift(a, b)])
-        steps = steps.nan_to_num(0.0)  # 0/0: a weight without gradient
-        found = found + torch.stack([steps.norm(dim=1), steps @ (low[i] + high[i])], 1).numpy()
-    distance, progress = found[1] / found[0]
-    return {"one AdamW for both passes": np.array([distance, progress, progress / distance])}
+        rest = [j for j in used if j != i]
+        steps = [theory.adam_drift(*(part[rest] for part in passes)) for passes in methods]
+        steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
+        found = found + torch.stack([steps.norm(dim=1), steps @ grpo[i]], 1).numpy()
+    distance, progress = (found / found[0]).T
+    gains = 100 * (progress / distance - 1)[2:]
+    return {
+        "one AdamW for both passes": np.array(
+            [distance[1], progress[1], progress[1] / distance[1]]
+        ),
+        "gain in %, with AdamW": gains[: len(reweighted)],
+        "gain in %, with AdamW, without the bias": gains[len(reweighted) :],
+    }
 
 
 def move_statistics(moved, used):
@@ -352,7 +366,11 @@ def sentences(found, args):
         yield from [f"Not decided: {unsure}. Take more --batches."] * 2
         return
     gain = found["gain in %, measured"][:, alphas_of(args).index(args.alpha)]
-    yield f"With steps of the same length AR at α = {args.alpha:g} gains {compared(*gain)}."
+    adam = found["gain in %, with AdamW"][:, alphas_of(args).index(args.alpha)]
+    yield (
+        f"With steps of the same length AR at α = {args.alpha:g} gains {compared(*gain)}. With "
+        f"AdamW, as in lopti.py, it gains {compared(*adam)}."
+    )
     own = found["an optimizer for each pass"][:, 1]
     distance, _, per_distance = found["one AdamW for both passes"].T
     yield (
@@ -389,12 +407,10 @@ def measure(policy, tokenizer, rows, count, args):
             "right): too few. Take other --data, a larger --group-size or more --prompts-per-step"
         )
     vectors, entries, *others = zip(*measured)
-    entries = torch.stack(entries)[:, : len(pieces)].double()
-    unlikely = torch.tensor([high <= args.eta for _, high in pieces])
-    passes = entries[:, unlikely].sum(1), entries[:, ~unlikely].sum(1)
+    entries = torch.stack(entries).double()
     numbers = inner_products(torch.stack(vectors)), *map(np.stack, others), args
     found = jackknife(partial(gradient_statistics, *numbers), used)
-    found |= jackknife(partial(adam_statistics, *passes), used)
+    found |= jackknife(partial(adam_statistics, entries, args), used)
     found |= jackknife(partial(move_statistics, np.stack(moved)), len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
     return found, f"{used} mini-batches of {size} answers, {share} right, gradients {kept}"
