@@ -2016,7 +2016,7 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
             sums[number] += torch.stack([drift @ grpo[i], drift.norm()])
     (plain, length), (ar, other) = sums
     expected = float(100 * (ar / other / (plain / length) - 1))
-    assert found["gain in %, with AdamW, without the bias"][1] == pytest.approx(expected)
+    assert found["gain in %, AdamW, without the bias"][1] == pytest.approx(expected)
     found |= diagnose.move_statistics(np.ones((1, 3)), [0])
     page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in found.items()}, args)
     assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 4

@@ -77,8 +77,8 @@ the energy (what they add to the length of a step).
   gain in %, predicted | 1
   gain in %, measured | 1
   gain in %, measured, without the bias | 1
-  gain in %, with AdamW | 1
-  gain in %, with AdamW, without the bias | 1
+  gain in %, AdamW | 1
+  gain in %, AdamW, without the bias | 1
   the bias along ∇J (signal: 1) | 2
 
 Would Lopti help? It does if the likely tokens (π ≥ η) hold more of the signal than a threshold,
@@ -307,8 +307,8 @@ def adam_statistics(entries, args, used):
         "one AdamW for both passes": np.array(
             [distance[1], progress[1], progress[1] / distance[1]]
         ),
-        "gain in %, with AdamW": gains[: len(reweighted)],
-        "gain in %, with AdamW, without the bias": gains[len(reweighted) :],
+        "gain in %, AdamW": gains[: len(reweighted)],
+        "gain in %, AdamW, without the bias": gains[len(reweighted) :],
     }
 
 
@@ -366,7 +366,7 @@ def sentences(found, args):
         yield from [f"Not decided: {unsure}. Take more --batches."] * 2
         return
     gain = found["gain in %, measured"][:, alphas_of(args).index(args.alpha)]
-    adam = found["gain in %, with AdamW"][:, alphas_of(args).index(args.alpha)]
+    adam = found["gain in %, AdamW"][:, alphas_of(args).index(args.alpha)]
     yield (
         f"With steps of the same length AR at α = {args.alpha:g} gains {compared(*gain)}. With "
         f"AdamW, as in lopti.py, it gains {compared(*adam)}."

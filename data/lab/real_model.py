@@ -6,7 +6,7 @@
 
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
 lopti.py and diagnose.py take the flags that are printed in the end. The runs on record are in
-data/lab/results/real_model_runs.jsonl.
+data/lab/results/runs.jsonl.
 """
 
 import importlib.util
