@@ -100,9 +100,10 @@ def world_moments(world, words, weights, responses, group_size):
     parallel gradients: without words every α is the same. For the same reason the noise of a row is
     a variance, the second moment of m(e - π) minus its mean's square.
 
-    >>> from world import World
+    >>> from types import SimpleNamespace
+    >>> world = SimpleNamespace(accuracy=0.6, decisions=10, wording=100, late=False)
     >>> words, weights = torch.full((1, 8), 1 / 8), [torch.ones_like, lambda pi: pi]
-    >>> signals, products = world_moments(World(0.6, 10, 100), words, weights, 64, 64)
+    >>> signals, products = world_moments(world, words, weights, 64, 64)
     >>> signals / signals[0], products[0] / products[0, 0]  # 1 and E_s[π], 1 and E_v[π]
     (tensor([1.0000, 0.4800]), tensor([1.0000, 0.2250]))
     """
