@@ -229,18 +229,28 @@ def inner_products(vectors):
     return dots.view(*vectors.shape[:2], *vectors.shape[:2]).numpy()
 
 
+def methods(args):
+    """The gradients of GRPO, both passes of Lopti, AR and AR without its bias (for each α).
+
+    Each as its coefficients by the K rows of `gradients`: three of (K,), two of (alphas, K).
+    """
+    pieces, alphas = pieces_of(args.eta), np.array(alphas_of(args))[:, None]
+    rows = np.eye(len(pieces) + 2)
+    parts, (by_pi, bias) = rows[:-2], rows[-2:]
+    grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
+    ar = (1 - alphas) * grpo + alphas * by_pi
+    return grpo, low, grpo - low, ar, ar - alphas * bias
+
+
 def gradient_statistics(dots, at_logits, counts, args, used):
     """What the inner products `dots` of the mini-batches used say.
 
     A gradient is written as its coefficients by the K rows of `gradients`; n mini-batches.
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
-    parts, (by_pi, bias) = rows[:-2], rows[-2:]
+    parts, bias, chosen = rows[:-2], rows[-1], dots[used][:, :, used]
     bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
-    grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
-    high, alphas = grpo - low, np.array(alphas_of(args))[:, None]
-    ar, chosen = (1 - alphas) * grpo + alphas * by_pi, dots[used][:, :, used]
-    unbiased = ar - alphas * bias
+    grpo, low, high, ar, unbiased = methods(args)
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
     crossed = (chosen.sum(2) - own) / (n - 1)  # (n, K, K): with the mean of all others
     mean_own, signal_of = own.mean(0), crossed.mean(0) @ grpo  # of K rows
@@ -278,7 +288,7 @@ def gradient_statistics(dots, at_logits, counts, args, used):
         "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
         "gain in %, measured": np.array([gain(step) for step in ar]),
         "gain in %, measured, without the bias": np.array([gain(step) for step in unbiased]),
-        "the bias along ∇J (signal: 1)": alphas[:, 0] * (bias @ signal_of) / signal,
+        "the bias along ∇J (signal: 1)": np.array(alphas_of(args)) * (bias @ signal_of) / signal,
         "signal of π ≥ η": np.array([sigma, theory.split_threshold(phi, cosine)]),
         "an optimizer for each pass": np.array([split, gain(low, high)]),
     }
@@ -290,15 +300,13 @@ def adam_statistics(entries, args, used):
     entries: those of the rows of `gradients`, (N, K, E). A step is theory.adam_drift over all
     mini-batches but one, its progress that along the gradient of that one.
     """
-    parts, (by_pi, bias) = entries[:, :-2], entries[:, -2:].unbind(1)
-    unlikely = torch.tensor([high <= args.eta for _, high in pieces_of(args.eta)])
-    low, high, grpo = parts[:, unlikely].sum(1), parts[:, ~unlikely].sum(1), parts.sum(1)
-    reweighted = [(1 - alpha) * grpo + alpha * by_pi for alpha in alphas_of(args)]
-    unbiased = [ar - alpha * bias for ar, alpha in zip(reweighted, alphas_of(args))]
-    methods, found = [(grpo,), (low, high), *((ar,) for ar in reweighted + unbiased)], 0.0
+    grpo, low, high, ar, unbiased = (
+        torch.tensordot(torch.tensor(rows), entries, ([-1], [1])) for rows in methods(args)
+    )  # (N, E), or (alphas, N, E)
+    stages, found = [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))], 0.0
     for i in used:
         rest = [j for j in used if j != i]
-        steps = [theory.adam_drift(*(part[rest] for part in passes)) for passes in methods]
+        steps = [theory.adam_drift(*(part[rest] for part in passes)) for passes in stages]
         steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
         found = found + torch.stack([steps.norm(dim=1), steps @ grpo[i]], 1).numpy()
     distance, progress = (found / found[0]).T
@@ -307,8 +315,8 @@ def adam_statistics(entries, args, used):
         "one AdamW for both passes": np.array(
             [distance[1], progress[1], progress[1] / distance[1]]
         ),
-        "gain in %, AdamW": gains[: len(reweighted)],
-        "gain in %, AdamW, without the bias": gains[len(reweighted) :],
+        "gain in %, AdamW": gains[: len(ar)],
+        "gain in %, AdamW, without the bias": gains[len(ar) :],
     }
 
 

@@ -19,7 +19,7 @@ import analysis
 import experiments
 import numpy as np
 import pandas as pd
-from analysis import BIAS, WORDY
+from analysis import BIAS
 from experiments import TWO
 from matplotlib.figure import Figure
 from style import COLORS
@@ -28,15 +28,10 @@ MANY = 5  # seeds for which a band is drawn; of fewer, the single runs
 PICTURES = {  # file → methods
     "equal_kl": ("GRPO", "Lopti", TWO),
     "bias": ("GRPO", "AR α = 1", f"AR α = 1{BIAS}", "high only", f"high only{BIAS}"),
-    "wordy": [
-        f"{name}{WORDY}"
-        for name in ("GRPO", TWO, "Lopti", "AR α = 1", f"AR α = 1{BIAS}", "GRPO, without wording")
-    ],
 }
 TITLES = {  # by step, at equal KL
     "equal_kl": ("By step: no measurable difference", "At equal KL: two steps are behind one"),
     "bias": ("Without their bias α = 1 and high only learn", "and stay nearer to the start"),
-    "wordy": ("Unlikely tokens are noise: by step", "and at equal KL"),
 }
 
 
@@ -75,11 +70,11 @@ def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
         steps = analysis.WINDOW // 2 + 1 + np.arange(len(curves[0][0]))
         views = {by_step: (steps, [y for _, y in curves])}
         views[by_kl] = (at, [np.interp(at, *curve) for curve in curves])
-        style = {"color": COLORS[name.removesuffix(WORDY).removesuffix(BIAS)]}
+        style = {"color": COLORS[name.removesuffix(BIAS)]}
         style["linestyle"] = "--" if BIAS in name else "-"
         for axis, (x, values) in views.items():
             mean, half = map(np.array, zip(*map(analysis.interval, zip(*values))))
-            axis.plot(x, mean, label=name.removesuffix(WORDY), **style)
+            axis.plot(x, mean, label=name, **style)
             if len(seeds) >= MANY:
                 band = {"color": style["color"], "alpha": 0.12, "linewidth": 0}
                 axis.fill_between(x, mean - half, mean + half, **band)
