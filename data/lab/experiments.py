@@ -64,6 +64,13 @@ BIAS_JOB = f"{ONLY_TRAINING} --without-bias"
 WITHOUT_BIAS = also("without bias", BIAS_JOB, "AR α = 1", "AR α = 0.6", "AR", "high only")
 WITHOUT_BIAS += also("without bias", BIAS_JOB, "Lopti, two optimizers", REVERSED, "Lopti")
 WITHOUT_BIAS += also("without bias", BIAS_JOB, "low only")
+# With the bias, on seeds that the first laboratory did not have; `shown` gives them their old name.
+MORE_SEEDS = also("more seeds", ONLY_TRAINING, "AR α = 1", "AR α = 0.6", "Lopti, two optimizers")
+METHODS["AR α = 0.1"] = "--alpha 0.1"
+ALPHAS = also("without bias", BIAS_JOB, "AR α = 0.1")
+for other_rate, value in (("0.5", "5e-5"), ("2", "2e-4")):
+    unbiased = ["AR α = 0.1, without bias", *WITHOUT_BIAS[:3]]
+    ALPHAS += also(f"rate × {other_rate}", f"--learning-rate {value}", *unbiased)
 NEW_SEEDS = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
 METHODS["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
 NEW_SEEDS += ["GRPO, rate × √2, new seeds"]
@@ -73,6 +80,7 @@ WORDY = also("wordy", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO
 WORDY += also("wordy", WORDY_JOB, "Lopti, two optimizers", "AR")
 WORDY_LATER = also("wordy", WORDY_JOB, "random split", REVERSED, "GRPO, without wording")
 SLOWER = also("rate × 0.5", "--learning-rate 5e-5", *WORDY[:4])
+SLOWER_LATER = also("rate × 0.5", "--learning-rate 5e-5", *reversed(WORDY_LATER))
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
@@ -84,13 +92,14 @@ SMOLLM2 = []
 for rate in RATES:
     job = f"{SMOLLM2_JOB} --learning-rate {rate}"
     SMOLLM2 += also(f"SmolLM2 at {rate}", job, "GRPO", TWO, "AR", "Lopti")
+SMOLLM2_BIAS = also(f"SmolLM2 at {rate}", job, "AR α = 1", "AR α = 1, without bias")  # the last
 
 
 def runs_of(seeds, *methods):
     return [(method, seed) for seed in seeds for method in methods]
 
 
-SOME = [name for name in WITHOUT_BIAS if " only" not in name]
+SOME = [name for name in WITHOUT_BIAS[::-1] if " only" not in name and name != "AR, without bias"]
 QUESTIONS = {  # (method, seed), in order of importance
     "methods": [
         *runs_of(range(10), "GRPO", "Lopti", TWO, REVERSED),
@@ -103,14 +112,20 @@ QUESTIONS = {  # (method, seed), in order of importance
     ],
     "order": runs_of(range(3), *NO_MOMENTUM, "Lopti, two optimizers"),
     "equal KL": runs_of(range(20, 30), *NEW_SEEDS),
-    "bias": [*runs_of(range(5), *WITHOUT_BIAS), *runs_of(range(5, 10), *SOME)],
+    "bias": [
+        *runs_of(range(5), *WITHOUT_BIAS),
+        *runs_of(range(3, 5), *MORE_SEEDS),
+        *runs_of(range(5, 10), *MORE_SEEDS, *SOME),
+    ],
+    "alpha": runs_of(range(3), *ALPHAS),
     "wordy": [
         *runs_of(range(2), *WORDY),
         *runs_of(range(10), *SLOWER),
         *runs_of(range(2, 10), *WORDY),
+        *runs_of(range(10), *SLOWER_LATER),
         *runs_of(range(10), *WORDY_LATER),
     ],
-    "SmolLM2": runs_of(range(1, 6), *SMOLLM2),
+    "SmolLM2": [*runs_of(range(1, 6), *SMOLLM2), *runs_of(range(1, 4), *SMOLLM2_BIAS)],
 }
 # Folders of policies: the first two made by data/make/pretrain.py --plain, --filler.
 POLICIES = {"plain": "data/tiny-plain", "wordy": "data/tiny-wordy", "smollm2": "smollm2"}
@@ -123,7 +138,8 @@ def shown(method):
     >>> shown("Lopti, seeds 5 to 9"), shown("GRPO, rate × 2"), shown("AR, plain, cut")
     ('Lopti', 'GRPO, learning rate × 2', 'AR, plain, truncated')
     """
-    method = method.removesuffix(", seeds 5 to 9").replace(", cut", ", truncated")
+    method = method.removesuffix(", seeds 5 to 9").removesuffix(", more seeds")
+    method = method.replace(", cut", ", truncated")
     return method.replace(", rate", ", learning rate")
 
 
