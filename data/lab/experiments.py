@@ -81,6 +81,12 @@ WORDY += also("wordy", WORDY_JOB, "Lopti, two optimizers", "AR")
 WORDY_LATER = also("wordy", WORDY_JOB, "random split", REVERSED, "GRPO, without wording")
 SLOWER = also("rate × 0.5", "--learning-rate 5e-5", *WORDY[:4])
 SLOWER_LATER = also("rate × 0.5", "--learning-rate 5e-5", *reversed(WORDY_LATER))
+# Gradient descent with steps of a given length, for which the theory is made; no AdamW.
+UNIT_STEPS = []
+for ending, policy, length in (("", "", 0.05), (", wordy", "--model {wordy} --people 2", 0.02)):
+    job = f"{policy} --variant unit-steps --learning-rate {length} --steps 16 --save-every 0"
+    job = f"{job} {ONLY_TRAINING}"
+    UNIT_STEPS += also(f"unit steps{ending}", job, "GRPO", "AR α = 1, without bias", "Lopti", TWO)
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
@@ -118,6 +124,7 @@ QUESTIONS = {  # (method, seed), in order of importance
         *runs_of(range(5, 10), *MORE_SEEDS, *SOME),
     ],
     "alpha": runs_of(range(3), *ALPHAS),
+    "unit steps": runs_of(range(10), *UNIT_STEPS),
     "wordy": [
         *runs_of(range(2), *WORDY),
         *runs_of(range(10), *SLOWER),

@@ -1,7 +1,4 @@
-"""The pictures of notebook.ipynb, so that its cells stay short.
-
-python data/lab/lecture.py    # results/idea.png: what AR and Lopti do to the pull of a token
-"""
+"""The pictures of notebook.ipynb, so that its cells stay short."""
 
 import copy
 import inspect
@@ -222,7 +219,3 @@ def compare(port):
         pairs = zip(right, port(case), strict=True)
         found[case["name"]] = pandas.Series([float((a - b).abs().max()) for a, b in pairs])
     return pandas.DataFrame(found).T.rename(columns=lambda step: f"step {step + 1}")
-
-
-if __name__ == "__main__":
-    pulls().savefig(HERE / "results" / "idea.png")

@@ -4,6 +4,7 @@ python data/lab/variants.py --variant random-split --eta 0.5       # random grou
 python data/lab/variants.py --variant no-momentum                  # AdamW with β₁ = 0
 python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW for each group
 python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
+python data/lab/variants.py --variant unit-steps --learning-rate 0.05   # gradient descent, no AdamW
 """
 
 import argparse
@@ -51,6 +52,26 @@ def update_with_own_optimizer(policy, optimizer, rollout, tokens, args, stage):
     return update(policy, optimizer, rollout, tokens, args, stage)
 
 
+def unit_steps(policy, args):
+    """Gradient descent whose every step has the length --learning-rate: where the theory is exact.
+
+    >>> policy = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = unit_steps(policy, argparse.Namespace(learning_rate=0.5))
+    >>> before, policy.weight.grad = policy.weight.clone(), torch.tensor([[3.0, 4.0]])
+    >>> optimizer.step()
+    >>> (policy.weight - before).detach()
+    tensor([[-0.3000, -0.4000]])
+    """
+
+    def normalise(optimizer, *_):
+        gradients = [weights.grad for weights in policy.parameters() if weights.grad is not None]
+        torch._foreach_div_(gradients, torch.nn.utils.get_total_norm(gradients))
+
+    optimizer = torch.optim.SGD(policy.parameters(), lr=args.learning_rate)
+    optimizer.register_step_pre_hook(normalise)
+    return optimizer
+
+
 def update_without_wording(policy, optimizer, rollout, tokens, args, stage):
     """`lopti.update` without the words that do not matter to the answer: an oracle."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
@@ -64,6 +85,7 @@ def update_without_wording(policy, optimizer, rollout, tokens, args, stage):
 VARIANTS = {
     "random-split": {"split_tokens": random_split},
     "no-momentum": {"make_optimizer": adamw_without_momentum},
+    "unit-steps": {"make_optimizer": unit_steps},
     "two-optimizers": {"update": update_with_own_optimizer},
     "without-wording": {"update": update_without_wording},
 }
