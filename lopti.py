@@ -21,7 +21,7 @@ schedules, chats of several turns.
 Shapes: B responses (prompts × group size G), L tokens of the longest row, V words of the
 vocabulary. A row is a prompt, its response, and padding. Log-probabilities are float32, and −∞
 outside the vocabulary that is sampled from. Masks are boolean (B, L): `mask` is True on all
-response tokens, `tokens` on those that a stage updates.
+response tokens, `tokens` on those that a pass updates.
 """
 
 import argparse
@@ -186,7 +186,7 @@ def policy_loss(
     token that π_θ or π_old cannot sample (log π = −∞) is left out.
 
     All tensors are (B, L). Every statistic is a sum over the updated tokens divided by N, so that
-    micro-batches given the same N add up to their mini-batch, and Lopti's stages to the whole.
+    micro-batches given the same N add up to their mini-batch, and Lopti's passes to the whole.
     """
     normalizer = mask.sum() if normalizer is None else normalizer
     tokens = mask if tokens is None else mask & tokens
@@ -223,8 +223,8 @@ def policy_loss(
 def kl_estimate(logprobs, ref_logprobs):
     """k3 of KL(π_θ‖π_ref) per token: e^d - d - 1 with d = log π_ref - log π_θ. (B, L) → (B, L)
 
-    Never negative, and 0 where the two agree. Clamped as in the published code; a token with
-    π_ref = 0 (log −∞) is at the clamp and has no gradient.
+    An estimate from one sampled token that is never negative, and 0 where the two agree. Clamped as
+    in the published code; a token with π_ref = 0 (log −∞) is at the clamp and has no gradient.
 
     >>> kl_estimate(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.5, 0.25]).log())
     tensor([0.0000, 0.1931])
@@ -266,11 +266,12 @@ def split_tokens(old_logprobs, mask, eta):
 
 
 def update_stages(low, high, mask, eta, order="low-high"):
-    """The stages of one pass over a rollout batch: a list of (name, tokens to update (B, L)).
+    """The passes over a rollout batch, and what each updates: a list of (stage, tokens (B, L)).
 
-    Plain GRPO (η = 0): all tokens at once. Lopti (section 4.2): first the low-probability tokens,
-    then the others, from where the first stage led. `order="high-low"` is the ablation of Fig. 6b;
-    "low" and "high" are one of the two alone (Figs. 1 and 6a).
+    A pass goes over all mini-batches once. Plain GRPO (η = 0) makes one, on all tokens. Lopti
+    (section 4.2) makes two: on the low-probability tokens, then, from where that led, on the
+    others. `order="high-low"` is the ablation of Fig. 6b; "low" and "high" are one of the two alone
+    (Figs. 1 and 6a).
     """
     if eta == 0:
         return [("all", mask)]
@@ -287,12 +288,12 @@ STATISTICS += ("skipped_steps", "nonfinite_steps", "masked_tokens")
 
 
 def update(policy, optimizer, rollout, tokens, args, stage="all"):
-    """One pass over the rollout batch that updates `tokens` (B, L): all, or a stage of Lopti.
+    """One pass over the mini-batches, which updates `tokens` (B, L); `stage` is their name.
 
-    A mini-batch is one optimizer step; its loss is divided once, by the number of its response
-    tokens (those that STAPO or 80/20 keep), low and high, however it is split into micro-batches.
-    One whose gradient is 0 is skipped, because Adam would move the weights all the same. Returns
-    sums over the mini-batches: policy_loss's statistics, the gradient norm, counts.
+    A mini-batch is one optimizer step. N is the number of its response tokens (with STAPO or 80/20:
+    of those they keep), low and high ones together, whatever the micro-batches. A mini-batch whose
+    gradient is 0 is skipped, because Adam would move the weights all the same. Returns sums over
+    the mini-batches: policy_loss's statistics, the gradient norm, counts.
     """
     totals = dict.fromkeys(STATISTICS, 0)
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
@@ -383,17 +384,17 @@ def gradient_checkpointing(model, args):
 
 
 def token_logits(model, ids, tokens, temperature, min_p=0.0):
-    """The logits, divided by T_s, that each of `tokens` (B, L) of ids (B, L) was drawn from: (N, V)
+    """The logits, divided by T_s, that each of `tokens` (B, L) of ids (B, L) was drawn from: (M, V)
 
-    N is the number of `tokens`. The temperature is that of sampling: π of Eqs. 1 and 4 is the
+    M is the number of `tokens`. The temperature is that of sampling: π of Eqs. 1 and 4 is the
     distribution that the tokens come from. Outside the safe vocabulary of `min_p` logits are −∞.
-    The output layer gets the hidden states of these N positions only: over a vocabulary of 150,000
+    The output layer gets the hidden states of these M positions only: over a vocabulary of 150,000
     words the logits of all tokens would take more memory than the model.
     """
     positions = tokens.roll(-1, 1)  # the logits at t speak of token t+1
 
     def select(output_layer, inputs):
-        return inputs[0][positions]  # (B, L, hidden size) → (N, hidden size)
+        return inputs[0][positions]  # (B, L, hidden size) → (M, hidden size)
 
     hook = model.get_output_embeddings().register_forward_pre_hook(select)
     try:  # padding is on the right, where a causal model never looks: no attention mask is needed
@@ -405,19 +406,19 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
 
 
 def token_logprobs(logits, ids, tokens):
-    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits), for the N tokens: (N, V) → (B, L)
+    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits), for M tokens: (M, V) → (B, L)
 
     0 where `tokens` (B, L) is False.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
     tensor([[ 0.0000, -1.3863]])
     """
-    chosen = logits.gather(1, ids[tokens][:, None])[:, 0]  # (N,)
+    chosen = logits.gather(1, ids[tokens][:, None])[:, 0]  # (M,)
     return spread(chosen - logits.logsumexp(1), tokens)
 
 
 def spread(values, tokens):
-    """Values (N,) to the N places of a mask (B, L), 0 elsewhere."""
+    """Values (M,) to the M places of a mask (B, L), 0 elsewhere."""
     return values.new_zeros(tokens.shape).masked_scatter(tokens, values)
 
 
@@ -598,13 +599,13 @@ def bias_correction(logits, advantages, alpha, eta, stage="all"):
         E[m Â ∇log π] = Σ_a m·(Q - V)·∇π(a) + V·∇Σ_a m·π(a),    Q = E[Â | s, a],  V = E[Â | s]
 
     The last part is the bias. Eq. 4's sharpens the policy where V > 0 and flattens it where V < 0,
-    whatever the tokens have to do with the reward. Ours, not the paper's. logits (N, V); Â before
-    Eq. 4 (N,). m is held fixed and goes by the current π instead of π_old; nothing is clipped.
+    whatever the tokens have to do with the reward. Ours, not the paper's. logits (M, V); Â before
+    Eq. 4 (M,). m is held fixed and goes by the current π instead of π_old; nothing is clipped.
 
     >>> bias_correction(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([1.0]), alpha=1.0, eta=0.0)
     tensor(0.6800)
     """
-    pi = logits.softmax(-1)  # (N, V)
+    pi = logits.softmax(-1)  # (M, V)
     low, high = split_tokens(pi.detach().log(), torch.ones_like(pi, dtype=torch.bool), eta)
     in_stage = {"all": low | high, "low": low, "high": high}[stage]
     weights = reweight_advantages(in_stage.float(), pi.detach().log(), alpha)
@@ -803,7 +804,7 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
     steps, sums = Counter(), Counter()
     for name, totals in stage_totals:
         steps[name] += totals["optimizer_steps"]
-    for name, totals in stage_totals:  # means over mini-batches; Lopti's two stages add up
+    for name, totals in stage_totals:  # means over mini-batches; Lopti's two passes add up
         for key, value in totals.items():
             is_count = key.endswith(("_steps", "_tokens"))
             key = f"grad_norm/{name}" if key == "grad_norm" else key
@@ -1069,10 +1070,10 @@ def build_parser():
     add("--alpha", type=share, default=0.0, help="α of Advantage Reweighting, Eq. 4")
     add("--eta", type=share, default=0.0, help="η of Lopti: π < η is updated first")
     orders = ("low-high", "high-low", "low", "high")
-    add("--order", choices=orders, default="low-high", help="Lopti's stages (Fig. 6a, b)")
+    add("--order", choices=orders, default="low-high", help="Lopti's passes (Fig. 6a, b)")
     add("--without-bias", action="store_true", help="ours: subtract the bias of weights by π")
     add("--passes", type=at_least_1, default=1, help="how often to go over a rollout batch")
-    add("--stapo", action="store_true", help="silence STAPO's spurious tokens")
+    add("--stapo", action="store_true", help="leave out STAPO's spurious tokens")
     add("--top-entropy", type=share, default=0.0, help="ρ of 80/20, the share kept; paper: 0.2")
     add("--min-p", type=share, default=0.0, help="ρ of the safe vocabulary; e^-13 is 2.3e-6")
     add("--clip-low", type=not_negative, default=0.2, help="ε_l: the ratio is clipped at 1-ε_l")

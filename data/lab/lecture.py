@@ -115,27 +115,25 @@ def bars(groups, colors, title, ylabel, digits=2):
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
 
 
-def pulls(alpha=0.3, eta=0.5):
-    """The pull of a token with |Â| = 1 by its π: AR lowers it, Lopti updates it in two passes."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.6), sharey=True)
+def sizes(alpha=0.0, eta=0.0):
+    """The gradient of a token with |Â| = 1 by its π: what AR takes away, or Lopti's two passes."""
+    _, axis = plt.subplots(figsize=(9, 4.2))
     pi = torch.linspace(0.001, 1, 400)
-    before = 1 - pi  # the size of its gradient, up to a factor between 1 and √2
-    after = lopti.reweight_advantages(before, pi.log(), alpha)
-    left.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
-    left.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
-    left.set(
-        title="AR: the unlikely tokens pull less", ylabel="pull of a token, |Â| = 1", ylim=(0, 1.05)
-    )
-    low, _ = lopti.split_tokens(pi.log(), torch.ones_like(pi, dtype=torch.bool), eta)
-    for name, tokens, pass_of in (("low", low, "first"), ("high", ~low, "second")):
-        label = f"{pass_of} pass: π {'<' if name == 'low' else '≥'} {eta}"
-        right.fill_between(pi[tokens], before[tokens], color=COLORS[name], alpha=0.6, label=label)
-    right.set(title=f"Lopti, η = {eta}: they get a pass of their own")
-    for axis in (left, right):
-        axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
-        axis.set(xlabel="π of the token", xlim=(0, 1))
-        axis.legend()
-    return figure
+    before = 1 - pi  # up to a factor between 1 and √2
+    if alpha:
+        after = lopti.reweight_advantages(before, pi.log(), alpha)
+        axis.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
+        axis.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
+        axis.set_title("AR makes the gradients of unlikely tokens smaller")
+    if eta:
+        low, high = lopti.split_tokens(pi.log(), pi > 0, eta)
+        for name, tokens, what in (("low", low, "first pass: π <"), ("high", high, "second: π ≥")):
+            look = {"color": COLORS[name], "alpha": 0.6, "label": f"{what} {eta}"}
+            axis.fill_between(pi[tokens], before[tokens], **look)
+        axis.set_title("Lopti: the unlikely tokens get a pass of their own")
+    axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
+    axis.set(xlabel="π of the token", ylabel="size of its gradient", xlim=(0, 1), ylim=(0, 1.05))
+    axis.legend()
 
 
 def treatments(old_logprobs, mask, eta=0.5):

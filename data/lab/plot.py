@@ -30,8 +30,11 @@ PICTURES = {  # file → methods
     "bias": ("GRPO", "AR α = 1", f"AR α = 1{BIAS}", "high only", f"high only{BIAS}"),
 }
 TITLES = {  # by step, at equal KL
-    "equal_kl": ("By step: no measurable difference", "At equal KL: two steps are behind one"),
-    "bias": ("Without their bias α = 1 and high only learn", "and stay nearer to the start"),
+    "equal_kl": ("By step: no measurable difference", "At equal KL: two passes are behind one"),
+    "bias": (
+        "By step: without their bias α = 1, high only learn",
+        "At equal KL: still behind GRPO",
+    ),
 }
 
 

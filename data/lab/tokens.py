@@ -105,6 +105,13 @@ def percent(sizes, part):
     return short(100 * (sizes * part).sum() / sizes.sum().clamp(min=1e-30))
 
 
+def shares_of(numbers, low, high):
+    """In %: what the unlikely tokens have of all, and what each pass of Lopti moves elsewhere."""
+    first, both = numbers["lopti_low"], numbers["lopti"]
+    shares = {"tokens": percent(low | high, low), "gradient": percent(numbers["gradient"], low)}
+    return shares | {"first": percent(first, high), "second": percent(both - first, low)}
+
+
 def best_and_worst(values, group_size, count):
     """The best and the worst response of so many groups, those with unequal rewards first.
 
@@ -162,10 +169,7 @@ def page_data(policy, tokenizer, rows, args):
         answers = [answer(index) for index in pair]
         prompts.append({"text": row["prompt"], "solution": row["solution"], "answers": answers})
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
-    first, both = known["lopti_low"], known["lopti"]
-    shares = {"tokens": percent(rollout.mask, low), "gradient": percent(known["gradient"], low)}
-    # what Lopti's passes move elsewhere: the likely tokens in the first, the others in the second
-    shares |= {"first": percent(first, high), "second": percent(both - first, low)}
+    shares = shares_of(known, low, high)
     settings = {name: getattr(args, name) for name in SHOWN} | {"responses": len(values)}
     vocabulary = len(policy.get_output_embeddings().weight)
     return {"prompts": prompts, "shares": shares, "settings": settings, "vocabulary": vocabulary}
@@ -194,7 +198,10 @@ def picture(data):
         kind = "low" if numbers["pi"][i] < eta else "high"
         drawn.append(Template(shape).substitute(written, kind=kind, name=escape(name)))
         left += width + 3
-    shares = {name: f"{value:.0f}" for name, value in data["shares"].items()}
+    tensors = {name: torch.tensor(values) for name, values in numbers.items()}
+    low = tensors["pi"] < eta
+    shares = shares_of(tensors, low, ~low) | {f"all_{key}": x for key, x in data["shares"].items()}
+    shares = {name: f"{value:.0f}" for name, value in shares.items()}
     sign = "rewarded" if answer["advantage"] > 0 else "punished"
     shares |= {"eta": eta, "sign": sign, "responses": data["settings"]["responses"]}
     places = {"legend": top + 120, "height": top + 140}
