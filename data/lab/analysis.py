@@ -138,7 +138,7 @@ def differences(frame, pairs, outcome, kl="kl", limits=KL_RANGE):
 # ---- What is compared: pairs of methods → what DESIGN.md expected, or nothing
 
 BIAS, NEW, PLAIN, WORDY = ", without bias", ", new seeds", ", plain wording", ", wordy"
-SLOWER = f"{WORDY}, learning rate × 0.5"
+SLOWER, UNIT = f"{WORDY}, learning rate × 0.5", ", unit steps"
 
 
 def minus(other, *methods, ending="", expected=""):
@@ -194,6 +194,22 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
         | without("Lopti")
         | without("low only")
         | minus("Lopti", REVERSED, ending=BIAS, expected="0, if the order is the bias"),
+    ),
+    "alpha, without bias": (
+        minus("GRPO", *(f"AR α = {alpha}{BIAS}" for alpha in (0.1, 0.6, 1)), f"AR{BIAS}")
+        | minus("GRPO", *map(shown, experiments.ALPHAS[1:])),
+    ),
+    "unit steps": (
+        minus("GRPO", f"AR α = 1{BIAS}", ending=UNIT, expected="behind; behind")
+        | minus("GRPO", f"AR α = 1{BIAS}", ending=f"{UNIT}{WORDY}", expected="ahead; ahead")
+        | minus("GRPO", "Lopti", ending=UNIT, expected="ahead; level")
+        | minus("GRPO", "Lopti", ending=f"{UNIT}{WORDY}", expected="ahead; ahead")
+        | minus("GRPO", TWO, ending=UNIT, expected="ahead; level or behind")
+        | minus("GRPO", TWO, ending=f"{UNIT}{WORDY}", expected="ahead; level or behind")
+        | minus(TWO, "Lopti", ending=UNIT, expected="behind; level")
+        | minus(TWO, "Lopti", ending=f"{UNIT}{WORDY}", expected="ahead; ahead"),
+        (WHOLE, EQUAL_KL),
+        SMALL_KL,
     ),
     "wordy": (
         minus("GRPO", f"AR α = 1{BIAS}", ending=WORDY, expected="ahead")

@@ -1,4 +1,4 @@
-"""Has your model the problem that the paper speaks of, and would AR and Lopti help? No training.
+"""Does your model have the problem of the paper, and would AR and Lopti help? No training.
 
     python data/lab/diagnose.py                                  # the bundled policy, minutes
     python data/lab/diagnose.py --model M --data F --reward R    # any flags of lopti.py
@@ -54,7 +54,7 @@ SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little
 # What is printed: text, answers, and names of numbers with their digits. The paper's are read
 # off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
 PAGE = """\
-Has it the problem?
+Does it have the problem?
 {}
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of tokens | 2

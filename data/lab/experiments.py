@@ -87,6 +87,7 @@ for ending, policy, length in (("", "", 0.05), (", wordy", "--model {wordy} --pe
     job = f"{policy} --variant unit-steps --learning-rate {length} --steps 16 --save-every 0"
     job = f"{job} {ONLY_TRAINING}"
     UNIT_STEPS += also(f"unit steps{ending}", job, "GRPO", "AR α = 1, without bias", "Lopti", TWO)
+SHORT_STEPS = also("half as long", "--learning-rate 0.01 --steps 32", *UNIT_STEPS[4:6])
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
@@ -124,7 +125,7 @@ QUESTIONS = {  # (method, seed), in order of importance
         *runs_of(range(5, 10), *MORE_SEEDS, *SOME),
     ],
     "alpha": runs_of(range(3), *ALPHAS),
-    "unit steps": runs_of(range(10), *UNIT_STEPS),
+    "unit steps": [*runs_of(range(10), *UNIT_STEPS), *runs_of(range(10), *SHORT_STEPS)],
     "wordy": [
         *runs_of(range(2), *WORDY),
         *runs_of(range(10), *SLOWER),

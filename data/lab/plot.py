@@ -116,7 +116,7 @@ def draw(folders, smooth=1, measure="reward"):
 def draw_diagnosis(found, alphas, title):
     """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
     panels = {  # a number: its question, what its entries are
-        "‖gradient‖ (of all tokens: 1)": ("Has it the problem?", ("π<.25", "", "", "π≥.75")),
+        "‖gradient‖ (of all tokens: 1)": ("Does it have the problem?", ("π<.25", "", "", "π≥.75")),
         "gain in %, measured": ("Would AR help?", [f"α={alpha:g}" for alpha in alphas]),
         "an optimizer for each pass": ("Would Lopti help?", ("gain in %, predicted", "measured")),
     }
