@@ -1705,22 +1705,23 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
         assert [[name for name, *_ in top[:5]] for top in answer["likeliest"]] == likeliest
 
     text = svg.read_text(encoding="utf-8")  # the picture
-    root, words = xml.etree.ElementTree.fromstring(text), {}
+    root = xml.etree.ElementTree.fromstring(text)
     assert not [node.tag for node in root.iter() if node.tag.endswith(("script", "image"))]
     assert len(text.encode()) < 80_000
-    each = {
-        name: torch.cat([expected[name].abs() for expected, _ in found]) for name in found[0][0]
-    }
-    low = each["pi"] < 0.5
-    sums = {"tokens": (low.float(), low), "gradient": (each["gradient"], low)}
-    sums |= {"first": (each["lopti_low"], ~low)}
-    words = {"tokens": "of the tokens", "gradient": "of the gradient", "first": "of all change"}
-    for name, (sizes, part) in sums.items():
-        total = len(low) if name == "tokens" else sizes.sum()
-        assert shown["shares"][name] == pytest.approx(
-            100 * float(sizes[part].sum() / total), abs=0.05
-        )
-        assert f"{shown['shares'][name]:.0f} % {words[name]}" in "".join(root.itertext())
+    one = found[pair[0]][0]  # the answer that is drawn
+    every = {name: torch.cat([expected[name] for expected, _ in found]) for name in one}
+    here, there = (
+        ("# % of this answer", "# % of its", "# % of all"),
+        (": # and", "and # %", ": # %"),
+    )
+    for numbers, told in ((one, here), (every, there)):
+        low = numbers["pi"] < 0.5
+        sums = {"tokens": (torch.ones(len(low)), low), "gradient": (numbers["gradient"], low)}
+        sums |= {"first": (numbers["lopti_low"].abs(), ~low)}
+        for (name, (sizes, part)), words in zip(sums.items(), told):
+            share = 100 * float(sizes[part].sum() / sizes.sum())
+            assert words.replace("#", f"{share:.0f}") in "".join(root.itertext())
+            assert numbers is one or shown["shares"][name] == pytest.approx(share, abs=0.05)
     bars = [float(height) for height in re.findall(r"h14v([\d.]+)h", text)]
     wanted = 56 * found[pair[0]][0]["gradient"] / found[pair[0]][0]["gradient"].max()
     assert bars == pytest.approx(wanted[: len(bars)].tolist(), abs=0.06) and len(bars) > 5

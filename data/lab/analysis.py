@@ -139,6 +139,7 @@ def differences(frame, pairs, outcome, kl="kl", limits=KL_RANGE):
 
 BIAS, NEW, PLAIN, WORDY = ", without bias", ", new seeds", ", plain wording", ", wordy"
 SLOWER, UNIT = f"{WORDY}, learning rate × 0.5", ", unit steps"
+SHORT = f"{UNIT}{WORDY}, half as long"
 
 
 def minus(other, *methods, ending="", expected=""):
@@ -202,6 +203,7 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
     "unit steps": (
         minus("GRPO", f"AR α = 1{BIAS}", ending=UNIT, expected="behind; behind")
         | minus("GRPO", f"AR α = 1{BIAS}", ending=f"{UNIT}{WORDY}", expected="ahead; ahead")
+        | minus("GRPO", f"AR α = 1{BIAS}", ending=SHORT, expected="ahead; ahead")
         | minus("GRPO", "Lopti", ending=UNIT, expected="ahead; level")
         | minus("GRPO", "Lopti", ending=f"{UNIT}{WORDY}", expected="ahead; ahead")
         | minus("GRPO", TWO, ending=UNIT, expected="ahead; level or behind")
