@@ -31,10 +31,7 @@ PICTURES = {  # file → methods
 }
 TITLES = {  # by step, at equal KL
     "equal_kl": ("By step: no measurable difference", "At equal KL: two passes are behind one"),
-    "bias": (
-        "By step: without their bias α = 1, high only learn",
-        "At equal KL: still behind GRPO",
-    ),
+    "bias": ("By step: without their bias both learn", "At equal KL: α = 1 is still behind GRPO"),
 }
 
 
