@@ -1790,8 +1790,8 @@ def test_the_laboratorys_tables_with_few_runs():
     values = analysis.by_seed(analysis.run_frame(lines), "Lopti", "GRPO", analysis.EQUAL_KL)
     assert values.tolist() == pytest.approx([0.1] * 2)
     made = analysis.tables(lines)
-    assert made["equal KL, on record"].count("\n") == 2 and made["wordy"].count("\n") == 1
-    assert "## wordy" not in analysis.pages(made)[analysis.TABLES]
+    assert made["equal KL, on record"].count("\n") == 2 and made["unit steps"].count("\n") == 1
+    assert "## unit steps" not in analysis.pages(made)[analysis.TABLES]
     page = "a\n<!-- methods -->\nold\n<!-- end -->\nb"
     assert analysis.with_tables(page, {"methods": "new"}) == page.replace("old", "new")
     figure = plot.draw_two_views(lines, ("GRPO", "Lopti"))

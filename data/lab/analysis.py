@@ -213,20 +213,6 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
         (WHOLE, EQUAL_KL),
         SMALL_KL,
     ),
-    "wordy": (
-        minus("GRPO", f"AR α = 1{BIAS}", ending=WORDY, expected="ahead")
-        | minus("GRPO", "AR α = 1", ending=WORDY, expected="ahead at first; at equal KL ahead")
-        | minus("GRPO", "AR", ending=WORDY, expected="ahead by less than .02")
-        | minus("GRPO", "Lopti", ending=WORDY, expected="ahead; level or a little ahead")
-        | minus("GRPO", "Lopti, two optimizers", ending=WORDY, expected="not sure")
-        | minus("GRPO", TWO, ending=WORDY, expected="ahead or level; level or behind")
-        | minus("GRPO", "random split", ending=WORDY, expected="as two passes, less; level")
-        | minus("GRPO", REVERSED, ending=WORDY, expected="as Lopti")
-        | minus("GRPO", "GRPO, without wording", ending=WORDY, expected="ahead of all")
-        | minus("AR α = 1", f"AR α = 1{BIAS}", ending=WORDY, expected="ahead at equal KL")
-        | minus(TWO, "Lopti", ending=WORDY, expected="ahead at equal KL")
-        | minus("Lopti", "Lopti, two optimizers", ending=WORDY, expected="ahead at equal KL"),
-    ),
     "wordy, half the learning rate": (
         minus("GRPO", f"AR α = 1{BIAS}", ending=SLOWER, expected="ahead")
         | minus("GRPO", "Lopti", ending=SLOWER, expected="ahead; level or a little ahead")

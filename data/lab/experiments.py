@@ -78,9 +78,8 @@ NEW_SEEDS += ["GRPO, rate × √2, new seeds"]
 WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --save-every 0 {ONLY_TRAINING}"
 WORDY = also("wordy", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO, "AR α = 1")
 WORDY += also("wordy", WORDY_JOB, "Lopti, two optimizers", "AR")
-WORDY_LATER = also("wordy", WORDY_JOB, "random split", REVERSED, "GRPO, without wording")
-SLOWER = also("rate × 0.5", "--learning-rate 5e-5", *WORDY[:4])
-SLOWER_LATER = also("rate × 0.5", "--learning-rate 5e-5", *reversed(WORDY_LATER))
+WORDY_LATER = also("wordy", WORDY_JOB, "GRPO, without wording", REVERSED, "random split")
+SLOWER = also("rate × 0.5", "--learning-rate 5e-5", *WORDY[:4], *WORDY_LATER)
 # Gradient descent with steps of a given length, for which the theory is made; no AdamW.
 UNIT_STEPS = []
 for ending, policy, length in (("", "", 0.05), (", wordy", "--model {wordy} --people 2", 0.02)):
@@ -126,13 +125,7 @@ QUESTIONS = {  # (method, seed), in order of importance
     ],
     "alpha": runs_of(range(3), *ALPHAS),
     "unit steps": [*runs_of(range(10), *UNIT_STEPS), *runs_of(range(10), *SHORT_STEPS)],
-    "wordy": [
-        *runs_of(range(2), *WORDY),
-        *runs_of(range(10), *SLOWER),
-        *runs_of(range(2, 10), *WORDY),
-        *runs_of(range(10), *SLOWER_LATER),
-        *runs_of(range(10), *WORDY_LATER),
-    ],
+    "wordy": [*runs_of(range(2), *WORDY), *runs_of(range(10), *SLOWER)],
     "SmolLM2": [*runs_of(range(1, 6), *SMOLLM2), *runs_of(range(1, 4), *SMOLLM2_BIAS)],
 }
 # Folders of policies: the first two made by data/make/pretrain.py --plain, --filler.
