@@ -18,6 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from analysis import interval
 from style import COLORS
 from theory import logit_gradient_bounds
+from variants import random_split
 
 import lopti
 
@@ -139,10 +140,8 @@ def sizes(alpha=0.0, eta=0.0):
 def treatments(old_logprobs, mask, eta=0.5):
     """What each optimizer step updates: name → masks (B, L), one for each step."""
     low, high = lopti.split_tokens(old_logprobs, mask, eta)
-    drawn = low[mask][torch.randperm(int(mask.sum()))]  # as many tokens as in `low`
-    first = torch.zeros_like(mask).masked_scatter(mask, drawn)
     steps = {"GRPO": [mask], TWO: [mask, mask], "Lopti": [low, high], REVERSED: [high, low]}
-    return {**steps, RANDOM: [first, mask & ~first]}
+    return {**steps, RANDOM: random_split(old_logprobs, mask, eta)}
 
 
 def one_update(policy, rollout, stages, args, make_optimizer=lopti.make_optimizer):
