@@ -97,7 +97,7 @@ class Rollout:
 def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
     """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps.
 
-    1 to 7 are the numbers of the algorithm in README.md.
+    The comments "1." to "7." are the steps of the algorithm in README.md.
     """
     batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=run.step)
     steps = range(run.step + 1, args.steps + 1)
@@ -191,7 +191,7 @@ def policy_loss(
     normalizer = mask.sum() if normalizer is None else normalizer
     tokens = mask if tokens is None else mask & tokens
     tokens = tokens & (logprobs != -math.inf) & (old_logprobs != -math.inf)
-    logprobs = logprobs.masked_fill(~tokens, 0.0)  # what stands elsewhere has no say
+    logprobs = logprobs.masked_fill(~tokens, 0.0)  # other places are set to 0
     ratio = (logprobs - old_logprobs.masked_fill(~tokens, 0.0)).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -529,7 +529,7 @@ def pack(prompts, responses, pad_id=0):
 
 
 # --------------------------------------------------------------------------------------------------
-# 8. Later methods for the same problem: REINFORCE++, STAPO, 80/20 and the safe vocabulary
+# 8. Later methods (REINFORCE++, STAPO, 80/20, safe vocabulary), and our correction of a bias
 
 
 def reinforce_pp_advantages(rewards, mask):
@@ -1017,9 +1017,9 @@ def make_optimizer(policy, args):
 
 # A preset is a list of flags that stand before yours. The paper's have the steps of its 5 epochs
 # (of 10,000 problems for math, with a model of 7B). α and η are in none: say them for its method.
-# On 80 GB: 3B take 58 GiB and a response of 4,496 tokens .155 GiB of cache, so 104 responses fit at
-# a time, and a step's 512 take five decodes. An evaluation (500 prompts, five answers each) takes
-# 24: every 50 steps it adds a tenth to the time, every 10 steps it would add a half.
+# Computed for 80 GB, not run: 3B take 58 GiB and a response of 4,496 tokens .155 GiB of cache, so
+# 104 responses fit at a time, and a step's 512 take five decodes. An evaluation (500 prompts, five
+# answers each) takes 24: every 50 steps it adds a tenth to the time.
 PAPER = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --mini-batch-size 256
     --learning-rate 1e-6 --tokens-per-microbatch 4096 --gradient-checkpointing
     --sample-batch-size 104 --eval-every 50 --save-every 20"""

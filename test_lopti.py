@@ -1711,13 +1711,13 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
     one = found[pair[0]][0]  # the answer that is drawn
     every = {name: torch.cat([expected[name] for expected, _ in found]) for name in one}
     here, there = (
-        ("# % of this answer", "# % of its", "# % of all"),
+        ("# % of this answer", "# % of its", "# % of all change"),
         (": # and", "and # %", ": # %"),
     )
     for numbers, told in ((one, here), (every, there)):
         low = numbers["pi"] < 0.5
         sums = {"tokens": (torch.ones(len(low)), low), "gradient": (numbers["gradient"], low)}
-        sums |= {"first": (numbers["lopti_low"].abs(), ~low)}
+        sums |= {"first": (numbers["lopti_low"].abs(), low)}
         for (name, (sizes, part)), words in zip(sums.items(), told):
             share = 100 * float(sizes[part].sum() / sizes.sum())
             assert words.replace("#", f"{share:.0f}") in "".join(root.itertext())
@@ -1807,12 +1807,6 @@ def test_the_laboratorys_commands_and_tables(tmp_path):
         _, command = experiments.command_of(method, 3, SimpleNamespace(**folders))
         arguments(re.sub(r"--variant \S+", "", " ".join(command[2:])))
     record = experiments.read_lines(experiments.RESULTS)
-    for line in record:
-        if "config" in line:
-            command = experiments.command_on_record(line).split()
-            args = arguments(re.sub(r"--variant \S+", "", " ".join(command[2:])))
-            same = {"alpha", "eta", "passes", "steps", "people", "learning_rate", "seed"}
-            assert all(getattr(args, name) == line["config"][name] for name in same)
     for path, text in analysis.pages(analysis.tables(record)).items():
         assert path.read_text(encoding="utf-8") == text
 
@@ -1870,6 +1864,14 @@ def test_drift_of_adamw_that_alternates():
             weights.grad = -gradient
             optimizer.step()
         assert weights.tolist() == pytest.approx(theory.adam_drift(*stages).tolist(), abs=0.03)
+
+
+def test_a_lasting_gain_by_reading_the_curve_later():
+    """expected_lead against GRPO's own curve, read at other times."""
+    curve = lambda t: 0.6 + 0.15 * (1 - math.exp(-t / 7))
+    later = [curve(1.6 * t) - curve(1.4 * t) for t in range(1, 24)]
+    found = theory.expected_lead(1.6, 0.15, 7, steps=24, plain=1.4)
+    assert found == pytest.approx(sum(later) / 23, rel=1e-5)
 
 
 def tabular_world():
@@ -2090,7 +2092,7 @@ BOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
 
 
 def test_the_lecture_asks_eleven_questions_and_answers_them():
-    """In at most 30 cells; the answers of questions 0 to 9 stand in outputs, after a picture."""
+    """In at most 30 cells; the answers stand in outputs, after a picture."""
     assert len(BOOK["cells"]) <= 30
     question, seen = None, []
     for cell in BOOK["cells"]:
@@ -2103,7 +2105,7 @@ def test_the_lecture_asks_eleven_questions_and_answers_them():
             if "".join(output.get("data", {}).get("text/markdown", "")).startswith("**Answer.**"):
                 assert pictures
                 seen.append(f"answer to {question}")
-    assert seen == [x for n in range(10) for x in (n, f"answer to {n}")] + [10]
+    assert seen == [x for n in range(11) for x in (n, f"answer to {n}")]
 
 
 @laboratory
@@ -2155,7 +2157,7 @@ def test_plot_draws_run_folders(finished_run, monkeypatch, tmp_path):
 
 
 MODULES = ["lopti", "rewards", "experiments", "theory", "variants", "real_model"]
-MODULES += [pytest.param(name, marks=laboratory) for name in ("analysis", "plot", "diagnose")]
+MODULES += [pytest.param(name, marks=laboratory) for name in ("analysis", "diagnose")]
 
 
 @pytest.mark.parametrize("module", MODULES)

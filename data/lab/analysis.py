@@ -139,7 +139,7 @@ def differences(frame, pairs, outcome, kl="kl", limits=KL_RANGE):
 
 BIAS, NEW, PLAIN, WORDY = ", without bias", ", new seeds", ", plain wording", ", wordy"
 SLOWER, UNIT = f"{WORDY}, learning rate × 0.5", ", unit steps"
-SHORT = f"{UNIT}{WORDY}, half as long"
+SHORT, QUARTER = f"{UNIT}{WORDY}, half as long", f"{UNIT}{WORDY}, a quarter as long"
 
 
 def minus(other, *methods, ending="", expected=""):
@@ -212,6 +212,11 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
         | minus(TWO, "Lopti", ending=f"{UNIT}{WORDY}", expected="ahead; ahead"),
         (WHOLE, EQUAL_KL),
         SMALL_KL,
+    ),
+    "short steps": (
+        minus("GRPO", f"AR α = 1{BIAS}", ending=QUARTER, expected="+.020 (.016 to .024)")
+        | {(f"Lopti{QUARTER}", f"GRPO{QUARTER} × √2"): "+.013 (.009 to .017)"},
+        (WHOLE,),
     ),
     "wordy, half the learning rate": (
         minus("GRPO", f"AR α = 1{BIAS}", ending=SLOWER, expected="ahead")

@@ -2,12 +2,11 @@
 
     python data/lab/experiments.py --question bias --results my.jsonl --jobs 2   # two at a time
     python data/lab/experiments.py --question bias --list     # only print what is still to be run
-    python data/lab/experiments.py --again "AR α = 0.6" 80/20 # commands of these runs on record
 
 Each run is a process of its own, lopti.py or one of its variants.py. When it ends its line is
 appended to the results, with all its settings. The same command goes on where it was stopped.
-analysis.py makes the tables of these lines, plot.py the pictures. Runs on record that belong to no
-question any more have their settings in their lines; their variants are at commit 137e142.
+analysis.py makes the tables of these lines, plot.py the pictures. The flags of runs on record that
+belong to no question any more stand at the top of DESIGN.md.
 """
 
 import argparse
@@ -171,27 +170,6 @@ def command_of(method, seed, args):
     return folder, [*command, *shlex.split(flags)]
 
 
-def command_on_record(line):
-    """The command of a run on record: its settings that are not lopti.py's own; files by name."""
-    sys.path.insert(0, str(ROOT))
-    import lopti  # only here: it is slow
-
-    config, variant = line["config"], line.get("variant") or ""
-    config = config | {"order": config.get("update_only") or config["order"]}
-    config["without_bias"] = config.get("without_bias") or variant.startswith("without-bias")
-    if variant := variant.removeprefix("without-bias").strip("-"):
-        words = ["python", "data/lab/variants.py", "--variant", variant]
-    else:
-        words = ["python", "lopti.py"]
-    for name, default in vars(lopti.parse_arguments([])).items():
-        value = config.get(name, default)
-        same = value == default or name == "model" and value == Path(default).name
-        if not same and name not in lopti.CONSTANTS:
-            values = value if isinstance(value, list) else [] if value is True else [value]
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
-    return shlex.join(words)
-
-
 # ---- Running
 
 KEPT = ["reward", "accuracy", "entropy", "kl", "rollout/kl", "completions/mean_length"]
@@ -261,15 +239,10 @@ def main():
     for policy, folder in POLICIES.items():
         add(f"--{policy}", type=Path, default=ROOT / folder, help=f"a policy's folder [{folder}]")
     add("--list", action="store_true", help="print the commands and stop")
-    add("--again", nargs="+", metavar="METHOD", help="print commands of runs on record and stop")
     args = parser.parse_args()
     for name in ("work", *POLICIES):
         setattr(args, name, getattr(args, name).resolve())
-    record = read_lines(args.results)
-    if args.again:
-        lines = [line for line in record if shown(line["method"]) in map(shown, args.again)]
-        return print(*(command_on_record(line) for line in lines if "config" in line), sep="\n")
-    done = {(shown(line["method"]), line["seed"]) for line in record}
+    done = {(shown(line["method"]), line["seed"]) for line in read_lines(args.results)}
     chosen = [args.question] if args.question else QUESTIONS
     plan = [entry for question in chosen for entry in QUESTIONS[question]]
     todo = [(method, seed) for method, seed in plan if (shown(method), seed) not in done]

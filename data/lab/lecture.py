@@ -103,37 +103,38 @@ def bars(groups, colors, title, ylabel, digits=2):
     names = list(next(iter(groups.values())))
     for number, name in enumerate(names):
         pairs = [values[name] for values in groups.values()]
-        values, halves = zip(*(pair if isinstance(pair, tuple) else (pair, 0) for pair in pairs))
+        pairs = [pair if isinstance(pair, tuple) else (pair, 0) for pair in pairs]
+        values, halves = zip(*pairs)
         places = [place + 0.8 * (number + 0.5) / len(names) - 0.4 for place in range(len(groups))]
         look = {"label": name, "color": colors[name], "capsize": 4}
         errors = halves if any(halves) else None
         shown = axis.bar(places, values, 0.75 / len(names), yerr=errors, **look)
-        axis.bar_label(shown, [f"{value:.{digits}f}" for value in values], fontsize=11, padding=3)
-    axis.set_xticks(range(len(groups)), groups)
+        told = [
+            f"{value:.{digits}f}" + f" ± {half:.{digits}f}" * bool(half) for value, half in pairs
+        ]
+        axis.bar_label(shown, told, fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
     axis.set(title=title, ylabel=ylabel)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
+    if len(groups) > 1:
+        axis.set_xticks(range(len(groups)), groups)
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
+    else:
+        middles = [patch.get_x() + patch.get_width() / 2 for patch in axis.patches]
+        axis.set_xticks(middles, names)
 
 
-def sizes(alpha=0.0, eta=0.0):
-    """The gradient of a token with |Â| = 1 by its π: what AR takes away, or Lopti's two passes."""
+def reweighted_sizes(alpha):
+    """The gradient of a token with |Â| = 1 by its π, before and after AR."""
     _, axis = plt.subplots(figsize=(9, 4.2))
     pi = torch.linspace(0.001, 1, 400)
     before = 1 - pi  # up to a factor between 1 and √2
-    if alpha:
-        after = lopti.reweight_advantages(before, pi.log(), alpha)
-        axis.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
-        axis.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
-        axis.set_title("AR makes the gradients of unlikely tokens smaller")
-    if eta:
-        low, high = lopti.split_tokens(pi.log(), pi > 0, eta)
-        for name, tokens, what in (("low", low, "first pass: π <"), ("high", high, "second: π ≥")):
-            look = {"color": COLORS[name], "alpha": 0.6, "label": f"{what} {eta}"}
-            axis.fill_between(pi[tokens], before[tokens], **look)
-        axis.set_title("Lopti: the unlikely tokens get a pass of their own")
+    after = lopti.reweight_advantages(before, pi.log(), alpha)
+    axis.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
+    axis.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
     axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
     axis.set(xlabel="π of the token", ylabel="size of its gradient", xlim=(0, 1), ylim=(0, 1.05))
+    axis.set_title("AR makes the gradients of unlikely tokens smaller")
     axis.legend()
 
 

@@ -35,15 +35,6 @@ TITLES = {  # by step, at equal KL
 }
 
 
-def running_mean(values, steps):
-    """The mean of each value and those before it, `steps` in all, fewer at the beginning.
-
-    >>> running_mean([1, 2, 3], 2)
-    [1.0, 1.5, 2.5]
-    """
-    return pd.Series(values).rolling(steps, min_periods=1).mean().tolist()
-
-
 def canvas(panels, height=6.5, **options):
     figure = Figure(figsize=(16, height))
     return figure, figure.subplots(1, panels, **options)
@@ -98,7 +89,7 @@ def draw(folders, smooth=1, measure="reward"):
         metrics = pd.DataFrame(experiments.read_lines(folder / "metrics.jsonl"))
         label = f"{config['method']}, seed {config['seed']} ({folder.name})"
         for axis, name in zip(axes, (measure, "accuracy")):
-            values = running_mean(metrics[name], smooth)
+            values = metrics[name].rolling(smooth, min_periods=1).mean()
             axis.plot(metrics["step"], values, color=color, label=label)
             axis.set(title=name, xlabel="training step")
         sampled = f"avg@{config['eval_samples']}" if config["eval_samples"] else "greedy"

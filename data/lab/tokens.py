@@ -106,10 +106,10 @@ def percent(sizes, part):
 
 
 def shares_of(numbers, low, high):
-    """In %: what the unlikely tokens have of all, and what each pass of Lopti moves elsewhere."""
+    """What the unlikely tokens have of all tokens, gradients, and of each Lopti pass's move: %."""
     first, both = numbers["lopti_low"], numbers["lopti"]
     shares = {"tokens": percent(low | high, low), "gradient": percent(numbers["gradient"], low)}
-    return shares | {"first": percent(first, high), "second": percent(both - first, low)}
+    return shares | {"first": percent(first, low), "second": percent(both - first, low)}
 
 
 def best_and_worst(values, group_size, count):
