@@ -214,8 +214,8 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
         SMALL_KL,
     ),
     "short steps": (
-        minus("GRPO", f"AR α = 1{BIAS}", ending=QUARTER, expected="+.020 (.016 to .024)")
-        | {(f"Lopti{QUARTER}", f"GRPO{QUARTER} × √2"): "+.013 (.009 to .017)"},
+        minus("GRPO", f"AR α = 1{BIAS}", ending=QUARTER, expected="+.017 (.013 to .021)")
+        | {(f"Lopti{QUARTER}", f"GRPO{QUARTER} × √2"): "+.010 (.005 to .014)"},
         (WHOLE,),
     ),
     "wordy, half the learning rate": (

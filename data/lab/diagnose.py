@@ -40,6 +40,8 @@ from scipy import stats
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from variants import wording
+
 import lopti
 from rewards import told_in_a_sentence
 
@@ -71,7 +73,7 @@ the energy (what they add to the length of a step).
                                                 π < .25      .25 to .5      .5 to .75        π ≥ .75
   share of the energy | 2
   share of the signal | 2
-                                         by signal: E_s by energy: E_v     difference
+{wording}                                         by signal: E_s by energy: E_v     difference
   mean π | 2
                                         {alphas}
   gain in %, predicted | 1
@@ -91,6 +93,14 @@ which follows from the lengths of the two gradients.
   an optimizer for each pass | 1
   AdamW (GRPO: 1)                              distance       progress   per distance
   one AdamW for both passes | 2"""
+
+
+WORDING = """\
+  of π < .25                                    wording       all else
+  share of tokens, of these | 3
+  share of the energy, of these | 2
+  share of the signal, of these | 2
+"""
 
 
 def changed(settings, **changes):
@@ -148,13 +158,14 @@ def alphas_of(args):
     return sorted({*ALPHAS, args.alpha})
 
 
-def gradients(policy, batch, args, exact=True):
-    """What a mini-batch's gradient is made of: (pieces + 2, D), their entries (pieces + 2, E).
+def gradients(policy, batch, words, args, exact=True):
+    """What a mini-batch's gradient is made of: (pieces + 3, D), their entries (pieces + 3, E).
 
     Rows, in ascent of J, each divided by the number of response tokens, kept as by `stored`:
     - Σ Â ∇log π over the tokens of each piece of `pieces_of(η)`: together they are GRPO's gradient;
     - Σ Â π ∇log π over all: AR's gradient is (1-α) GRPO's + α this;
-    - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V.
+    - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V;
+    - Σ Â ∇log π over the tokens `words` (B, L), wording with π < .25.
     Also (2, pieces): each piece's energy at the logits, and that times π.
     """
     names, parameters = zip(*(pair for pair in policy.named_parameters() if pair[1].requires_grad))
@@ -171,6 +182,7 @@ def gradients(policy, batch, args, exact=True):
         pieces = torch.stack([(pi >= low) & (pi < high) for low, high in pieces_of(args.eta)])
         losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
         losses += [lopti.bias_correction(logits, advantages, alpha=1.0, eta=0.0)]
+        losses += [terms[words[micro_batch, : tokens.shape[1]][tokens]].sum()]
         energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
@@ -235,8 +247,8 @@ def methods(args):
     Each as its coefficients by the K rows of `gradients`: three of (K,), two of (alphas, K).
     """
     pieces, alphas = pieces_of(args.eta), np.array(alphas_of(args))[:, None]
-    rows = np.eye(len(pieces) + 2)
-    parts, (by_pi, bias) = rows[:-2], rows[-2:]
+    rows = np.eye(len(pieces) + 3)
+    parts, (by_pi, bias, _) = rows[:-3], rows[-3:]
     grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
     ar = (1 - alphas) * grpo + alphas * by_pi
     return grpo, low, grpo - low, ar, ar - alphas * bias
@@ -248,7 +260,7 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     A gradient is written as its coefficients by the K rows of `gradients`; n mini-batches.
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
-    parts, bias, chosen = rows[:-2], rows[-1], dots[used][:, :, used]
+    parts, (bias, words), chosen = rows[:-3], rows[-2:], dots[used][:, :, used]
     bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
     grpo, low, high, ar, unbiased = methods(args)
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
@@ -276,7 +288,9 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     phi, sigma = math.atan((energy(high) / energy(low)) ** 0.5), high @ signal_of / signal
     cosine = (low @ mean_own @ high) / (energy(low) * energy(high)) ** 0.5
     split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
-    norms, tokens = np.array([lengths(x).mean() for x in (*bins, grpo)]), counts[used].sum(0)
+    norms = np.array([lengths(x).mean() for x in (*bins, grpo)])
+    tokens, of_words = counts[used].sum(0)[:4], counts[used].sum(0)[4]
+    kinds = np.stack([words, bins[0] - words])
     return {
         "progress": progress(grpo),
         "ratio": norms[0] / norms[3],
@@ -284,6 +298,9 @@ def gradient_statistics(dots, at_logits, counts, args, used):
         "‖gradient‖ (of all tokens: 1)": norms[:4] / norms[4],
         "share of the energy": energy(bins) / energy(bins).sum(),
         "share of the signal": bins @ signal_of / signal,
+        "share of tokens, of these": np.array([of_words, tokens[0] - of_words]) / tokens.sum(),
+        "share of the energy, of these": energy(kinds) / energy(bins).sum(),
+        "share of the signal, of these": kinds @ signal_of / signal,
         "mean π": np.array([by_signal, by_energy, by_signal - by_energy]),
         "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
         "gain in %, measured": np.array([gain(step) for step in ar]),
@@ -337,7 +354,9 @@ def page(found, args):
     alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
-    return re.sub(r"(.*) \| (\d)", numbers, PAGE).format(*answers, alphas=alphas)
+    known = found["share of tokens, of these"][0][0] > 0  # of the bundled policy and its relatives
+    text = PAGE.replace("{wording}", WORDING if known else "")
+    return re.sub(r"(.*) \| (\d)", numbers, text).format(*answers, alphas=alphas)
 
 
 def compared(gain, half):
@@ -393,7 +412,7 @@ def measure(policy, tokenizer, rows, count, args):
     responses = args.prompts_per_step * args.group_size
     size, pieces = args.mini_batch_size or responses, pieces_of(args.eta)
     planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
-    exact = 4.0 * weights * planned * (len(pieces) + 2) <= MEMORY
+    exact = 4.0 * weights * planned * (len(pieces) + 3) <= MEMORY
     torch.manual_seed(args.seed)
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []
@@ -402,9 +421,11 @@ def measure(policy, tokenizer, rows, count, args):
         right += (rewards >= args.solved_reward).tolist()
         for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step
-                found = gradients(policy, batch, args, exact)
-                pi = batch.old_logprobs[batch.mask].exp().tolist()
-                measured.append((*found, np.histogram(pi, EDGES)[0]))
+                pi = batch.old_logprobs.exp()
+                words = batch.mask & (pi < EDGES[1]) & wording(batch.ids, tokenizer)
+                found = gradients(policy, batch, words, args, exact)
+                counts = np.histogram(pi[batch.mask].tolist(), EDGES)[0]
+                measured.append((*found, np.append(counts, int(words.sum()))))
                 if len(measured) % max(2, planned // 5) == 1:  # it takes as long as the gradients
                     norm = found[0][: len(pieces)].double().sum(0).norm()
                     moved.append(moves(policy, batch, args, float(norm)))

@@ -72,13 +72,20 @@ def unit_steps(policy, args):
     return optimizer
 
 
+def wording(ids, tokenizer):
+    """Where tokens do not matter to the answer: synonyms in the bundled policy's puzzles, fillers.
+
+    Nowhere with a tokenizer that does not have all these synonyms.
+    """
+    vocabulary, words = tokenizer.get_vocab(), {*puzzles.WORDING_WORDS}
+    words = words | ({*puzzles.FILLERS} & vocabulary.keys()) if words <= vocabulary.keys() else ()
+    return torch.isin(ids, ids.new_tensor([vocabulary[word] for word in words]))
+
+
 def update_without_wording(policy, optimizer, rollout, tokens, args, stage):
     """`lopti.update` without the words that do not matter to the answer: an oracle."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    vocabulary = tokenizer.get_vocab()  # of most policies without the fillers
-    words = {*puzzles.WORDING_WORDS, *puzzles.FILLERS} & vocabulary.keys()
-    wording = torch.tensor(sorted(map(vocabulary.get, words)), device=rollout.ids.device)
-    tokens = tokens & ~torch.isin(rollout.ids, wording)
+    tokens = tokens & ~wording(rollout.ids, tokenizer)
     return update(policy, optimizer, rollout, tokens, args, stage)
 
 
