@@ -125,7 +125,8 @@ QUESTIONS = {  # (method, seed), in order of importance
     ],
     "alpha": runs_of(range(3), *ALPHAS),
     "unit steps": [*runs_of(range(10), *UNIT_STEPS), *runs_of(range(10), *SHORT_STEPS)],
-    "short steps": runs_of(range(100, 116), *QUARTER),
+    "short steps": runs_of(range(100, 110), *QUARTER[:2]),
+    "short steps of Lopti": runs_of(range(100, 110), *QUARTER[2:]),
     "wordy": runs_of(range(10), *WORDY),
     "SmolLM2": [*runs_of(range(1, 6), *SMOLLM2), *runs_of(range(1, 4), *SMOLLM2_BIAS)],
 }
