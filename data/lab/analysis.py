@@ -266,7 +266,7 @@ def comparisons_table(frame, pairs, outcomes=(WHOLE, EQUAL_KL), limits=KL_RANGE,
     rows = [("difference", *["expected"] * told, "seeds", *head, *[KL_END] * with_kl)]
     for pair in [pair for pair in found[0] if only is None or pair in only]:
         seeds = found[0][pair][0].index
-        row = [" − ".join(pair), *[pairs[pair]] * told, f"{len(seeds)}"]
+        row = [" − ".join(pair).replace(NEW, ""), *[pairs[pair]] * told, f"{len(seeds)}"]
         for of_pairs in found:
             values, mean, half, p = of_pairs.get(pair, ((), 0, 0, 0))
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"

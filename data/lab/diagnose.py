@@ -51,7 +51,8 @@ ALPHAS = (0.1, 0.3, 1.0)
 MEMORY = 2e9  # bytes for all gradients
 BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into different buckets
 ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
-SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference
+SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference,
+SMALL_IF_SURE = 3  # or one whose interval does not hold 0 and ends before this
 
 # What is printed: text, answers, and names of numbers with their digits. The paper's are read
 # off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
@@ -364,14 +365,16 @@ def compared(gain, half):
 
     >>> compared(-3.4, 7.6)
     '3 % less reward than GRPO (95 % interval: −11 to 4 %): little difference'
-    >>> [compared(*pair).split(": ")[2] for pair in ((10, 7.5), (-10, 7.5), (10, 12))]
-    ['it helps', 'it does harm', 'not decided, take more --batches']
+    >>> [compared(*pair).split(": ")[2] for pair in ((10, 7.5), (-10, 7.5), (10, 12), (1, 0.5))]
+    ['it helps', 'it does harm', 'not decided, take more --batches', 'little difference']
     """
-    if abs(gain) > half:
+    sure = abs(gain) > half
+    if abs(gain) + half < (SMALL_IF_SURE if sure else SMALL):
+        answer = "little difference"
+    elif sure:
         answer = "it helps" if gain > 0 else "it does harm"
     else:
-        small = abs(gain) + half < SMALL
-        answer = "little difference" if small else "not decided, take more --batches"
+        answer = "not decided, take more --batches"
     interval = f"{round(gain - half)} to {round(gain + half)} %".replace("-", "−")
     amount = f"{abs(round(gain))} % {'less' if round(gain) < 0 else 'more'}"
     return f"{amount} reward than GRPO (95 % interval: {interval}): {answer}"

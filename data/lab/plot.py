@@ -31,7 +31,10 @@ PICTURES = {  # file → methods
 }
 TITLES = {  # by step, at equal KL
     "equal_kl": ("By step: no measurable difference", "At equal KL: two passes are behind one"),
-    "bias": ("By step: without their bias both learn", "At equal KL: α = 1 is still behind GRPO"),
+    "bias": (
+        "By step: without the bias both methods learn",
+        "At equal KL: α = 1 is still behind GRPO",
+    ),
 }
 
 
@@ -73,6 +76,8 @@ def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
                 axis.plot(x, np.transpose(values), **style | {"linewidth": 0.8, "alpha": 0.5})
     by_step.set(title=titles[0], xlabel="training step", ylabel="accuracy in training")
     by_kl.set(title=titles[1], xlabel="KL to the starting policy, nats a token")
+    far = 2 * by_kl.lines[0].get_xdata()[-1]  # what goes on for long does not squeeze the rest
+    by_kl.set_xlim(right=min(far, by_kl.get_xlim()[1]))
     by_step.xaxis.get_major_locator().set_params(integer=True)
     title = f"means of {len(seeds)} seeds; "
     title += "bands: 95 %" if len(seeds) >= MANY else "thin: single runs"

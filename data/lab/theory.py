@@ -179,7 +179,7 @@ def adam_drift(*stages):
     is adam_drift(low + high), Lopti adam_drift(low, high): for each parameter
     √(2E(low + high)² / (E low² + E high²)) times GRPO's, √2 where the stages are uncorrelated and 2
     where they are equal, as two plain passes are. So in this model one AdamW makes Lopti a longer
-    step of GRPO (in training √2 times the rate did not go as far: RESULTS.md, question 4); with an
+    step of GRPO (in training √2 times the rate did not go as far: RESULTS.md, R4); with an
     AdamW for each stage it is adam_drift(low) + adam_drift(high).
 
     >>> low, high = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
