@@ -215,6 +215,8 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
     ),
     "short steps": (
         minus("GRPO", f"AR α = 1{BIAS}", ending=QUARTER, expected="+.017 (.013 to .021)")
+        | minus("GRPO", "AR α = 1", ending=QUARTER, expected="+.018 (.012 to .023)")
+        | minus("AR α = 1", f"AR α = 1{BIAS}", ending=QUARTER, expected="within .01")
         | {(f"Lopti{QUARTER}", f"GRPO{QUARTER} × √2"): "+.010 (.005 to .014)"},
         (WHOLE,),
     ),

@@ -87,6 +87,8 @@ SHORT_STEPS = also("half as long", "--learning-rate 0.01 --steps 32", *UNIT_STEP
 # So short that a theory of the first order holds; Lopti's two beside one of the same total length.
 QUARTER = also("a quarter as long", "--learning-rate 0.005", *UNIT_STEPS[4:7])
 QUARTER += also("a quarter as long × √2", "--learning-rate 0.0070711", UNIT_STEPS[4])
+QUARTER_BIASED = "AR α = 1, unit steps, wordy, a quarter as long"
+METHODS[QUARTER_BIASED] = METHODS[QUARTER[1]].replace(" --without-bias", "")
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
@@ -125,7 +127,7 @@ QUESTIONS = {  # (method, seed), in order of importance
     ],
     "alpha": runs_of(range(3), *ALPHAS),
     "unit steps": [*runs_of(range(10), *UNIT_STEPS), *runs_of(range(10), *SHORT_STEPS)],
-    "short steps": runs_of(range(100, 110), *QUARTER[:2]),
+    "short steps": runs_of(range(100, 110), *QUARTER[:2], QUARTER_BIASED),
     "short steps of Lopti": runs_of(range(100, 110), *QUARTER[2:]),
     "wordy": runs_of(range(10), *WORDY),
     "SmolLM2": [*runs_of(range(1, 6), *SMOLLM2), *runs_of(range(1, 4), *SMOLLM2_BIAS)],
