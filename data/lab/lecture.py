@@ -116,12 +116,8 @@ def bars(groups, colors, title, ylabel, digits=2):
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
     axis.set(title=title, ylabel=ylabel)
-    if len(groups) > 1:
-        axis.set_xticks(range(len(groups)), groups)
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
-    else:
-        middles = [patch.get_x() + patch.get_width() / 2 for patch in axis.patches]
-        axis.set_xticks(middles, names)
+    axis.set_xticks(range(len(groups)), groups)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
 
 
 def reweighted_sizes(alpha):
