@@ -272,7 +272,7 @@ def comparisons_table(frame, pairs, outcomes=(WHOLE, EQUAL_KL), limits=KL_RANGE,
         for of_pairs in found:
             values, mean, half, p = of_pairs.get(pair, ((), 0, 0, 0))
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
-            row += [text, f"{p:.3f}"] if len(values) else ["", ""]
+            row += [text, f"{p:.3f}" if p >= 0.0005 else "< 0.001"] if len(values) else ["", ""]
         if with_kl:
             sides = [
                 frame[(frame.method == name) & frame.seed.isin(seeds)].metrics for name in pair
@@ -328,7 +328,7 @@ def with_tables(text, made):
 def pages(made):
     """The two pages as they should be: path → text."""
     shown = {name: table for name, table in made.items() if table.count("\n") > 1}  # has rows
-    parts = [f"## {name}\n\n{table}\n" for name, table in shown.items() if "short" not in name]
+    parts = [f"## {name}\n\n{table}\n" for name, table in shown.items() if "in short" not in name]
     results = with_tables(PAGE.read_text(encoding="utf-8"), made)
     return {PAGE: results, TABLES: "\n".join([HEAD, *parts])}
 
