@@ -327,6 +327,7 @@ def with_tables(text, made):
 
 def pages(made):
     """The two pages as they should be: path → text."""
+    made = {name: re.sub("-{3,}", "---", re.sub(" +", " ", table)) for name, table in made.items()}
     shown = {name: table for name, table in made.items() if table.count("\n") > 1}  # has rows
     parts = [f"## {name}\n\n{table}\n" for name, table in shown.items() if "in short" not in name]
     results = with_tables(PAGE.read_text(encoding="utf-8"), made)
