@@ -74,7 +74,8 @@ NEW_SEEDS = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
 METHODS["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
 NEW_SEEDS += ["GRPO, rate × √2, new seeds"]
 # A policy made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py --filler).
-WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --learning-rate 5e-5 {ONLY_TRAINING}"
+WORDY_JOB = "--model {wordy} --people 2 --steps 16 --learning-rate 5e-5 --save-every 0"
+WORDY_JOB += f" {ONLY_TRAINING}"
 WORDY = also("wordy, rate × 0.5", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO)
 WORDY += also("wordy, rate × 0.5", WORDY_JOB, "GRPO, without wording", REVERSED, "random split")
 # Gradient descent with steps of a given length, for which the theory is made; no AdamW.
