@@ -4,7 +4,7 @@
     python data/lab/experiments.py --question bias --list     # only print what is still to be run
 
 Each run is a process of its own, lopti.py or one of its variants.py. When it ends its line is
-appended to the results, with all its settings. The same command goes on where it was stopped.
+appended to the results, with all its settings. The same command runs what is not there yet.
 analysis.py makes the tables of these lines, plot.py the pictures. The flags of runs on record that
 belong to no question any more stand at the top of DESIGN.md.
 """
@@ -27,7 +27,7 @@ RESULTS = HERE / "results" / "runs.jsonl"
 
 # ---- The plan: name in tables → flags. Everything else is the default job.
 
-SETTINGS = "--eval-every 6 --eval-samples 2"
+SETTINGS = "--eval-every 6 --eval-samples 2 --save-every 0"
 SHORT = "--eval-every 0"  # evaluated before and after training only
 ONLY_TRAINING = "--eval-every 0 --eval-size 1 --eval-samples 1"  # on two puzzles: no table reads it
 TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
@@ -45,7 +45,7 @@ METHODS = {
     "random split": f"{SHORT} --eta 0.5 --variant random-split",
     "GRPO, half-size mini-batches": f"{SHORT} --mini-batch-size 32",
     "GRPO, without wording": f"{SHORT} --variant without-wording",  # an oracle
-    "Lopti, two optimizers": f"{SHORT} --save-every 0 --eta 0.5 --variant two-optimizers",
+    "Lopti, two optimizers": f"{SHORT} --eta 0.5 --variant two-optimizers",
 }
 
 
@@ -74,15 +74,13 @@ NEW_SEEDS = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
 METHODS["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
 NEW_SEEDS += ["GRPO, rate × √2, new seeds"]
 # A policy made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py --filler).
-WORDY_JOB = "--model {wordy} --people 2 --steps 16 --learning-rate 5e-5 --save-every 0"
-WORDY_JOB += f" {ONLY_TRAINING}"
+WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --learning-rate 5e-5 {ONLY_TRAINING}"
 WORDY = also("wordy, rate × 0.5", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO)
 WORDY += also("wordy, rate × 0.5", WORDY_JOB, "GRPO, without wording", REVERSED, "random split")
 # Gradient descent with steps of a given length, for which the theory is made; no AdamW.
 UNIT_STEPS = []
 for ending, policy, length in (("", "", 0.05), (", wordy", "--model {wordy} --people 2", 0.02)):
-    job = f"{policy} --variant unit-steps --learning-rate {length} --steps 16 --save-every 0"
-    job = f"{job} {ONLY_TRAINING}"
+    job = f"{policy} --variant unit-steps --learning-rate {length} --steps 16 {ONLY_TRAINING}"
     UNIT_STEPS += also(f"unit steps{ending}", job, "GRPO", "AR α = 1, without bias", "Lopti", TWO)
 SHORT_STEPS = also("half as long", "--learning-rate 0.01 --steps 32", *UNIT_STEPS[4:6])
 # So short that a theory of the first order holds; Lopti's two beside one of the same total length.
@@ -90,12 +88,16 @@ QUARTER = also("a quarter as long", "--learning-rate 0.005", *UNIT_STEPS[4:7])
 QUARTER += also("a quarter as long × √2", "--learning-rate 0.0070711", UNIT_STEPS[4])
 QUARTER_BIASED = "AR α = 1, unit steps, wordy, a quarter as long"
 METHODS[QUARTER_BIASED] = METHODS[QUARTER[1]].replace(" --without-bias", "")
+# Once more, with a policy made anew and other seeds; and the room that the oracle leaves.
+JOB = METHODS[QUARTER[0]]
+REPLICATED = also("short steps, replicated", JOB, "GRPO", "AR α = 1, without bias", "AR α = 1")
+REPLICATED += also("short steps, replicated", JOB, "GRPO, without wording")
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
     --reward data.lab.real_model:last_number --temperature 0.7 --max-new-tokens 64"""
 SMOLLM2_JOB = f"""{SMOLLM2_TASK} --kl-coef 0 --prompts-per-step 8 --mini-batch-size 64 --steps 12
-    --dtype bfloat16 --save-every 0 --eval-every 0 --eval-size 24 --eval-samples 1"""
+    --dtype bfloat16 --eval-every 0 --eval-size 24 --eval-samples 1"""
 RATES = ("3e-6", "1e-5", "3e-5")
 SMOLLM2 = []
 for rate in RATES:
@@ -129,6 +131,7 @@ QUESTIONS = {  # (method, seed), in order of importance
     "alpha": runs_of(range(3), *ALPHAS),
     "unit steps": [*runs_of(range(10), *UNIT_STEPS), *runs_of(range(10), *SHORT_STEPS)],
     "short steps": runs_of(range(100, 110), *QUARTER[:2], QUARTER_BIASED),
+    "short steps, replicated": runs_of(range(110, 120), *REPLICATED),
     "short steps of Lopti": runs_of(range(100, 110), *QUARTER[2:]),
     "wordy": runs_of(range(10), *WORDY),
     "SmolLM2": [*runs_of(range(1, 6), *SMOLLM2), *runs_of(range(1, 4), *SMOLLM2_BIAS)],
@@ -152,24 +155,20 @@ def shown(method):
 # ---- Commands
 
 
-def variant_of(method):
-    """What stands behind --variant in the command of a method; None for lopti.py itself."""
-    flags = METHODS[method].split()
-    return flags[flags.index("--variant") + 1] if "--variant" in flags else None
+def variants_of(method):
+    """What stands behind each --variant in the command of a method."""
+    return re.findall(r"--variant (\S+)", METHODS[method])
 
 
 def command_of(method, seed, args):
-    """The folder of a run, and the command that begins it or goes on with it."""
+    """The folder of a run, and its command."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-") + f"-{seed}"
-    folder, variant = args.work / name, variant_of(method)
-    command = ["python", "data/lab/variants.py" if variant else "lopti.py"]
-    if (folder / "checkpoints").exists():
-        return folder, [*command, *["--variant", variant] * bool(variant), "--resume", str(folder)]
     flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} " + METHODS[method].format(
         **{policy: getattr(args, policy) for policy in POLICIES}
     )
     flags += f" --seed {seed} --output {args.work} --name {name}"
-    return folder, [*command, *shlex.split(flags)]
+    script = "data/lab/variants.py" if variants_of(method) else "lopti.py"
+    return args.work / name, ["python", script, *shlex.split(flags)]
 
 
 # ---- Running
@@ -200,7 +199,7 @@ def result_line(method, seed, folder):
         "method": method,
         "seed": seed,
         "policy": hashlib.sha256(weights).hexdigest()[:12],
-        "variant": variant_of(method),
+        "variant": " ".join(variants_of(method)) or None,
         "config": config,
         "evaluations": [{"step": row["step"], **row["table"]} for row in evaluations],
         "metrics": {
@@ -214,8 +213,7 @@ def result_line(method, seed, folder):
 def run(entry, args):
     """One run as a process of its own; then its line is appended to the results."""
     folder, command = command_of(*entry, args)
-    if "--resume" not in command:
-        shutil.rmtree(folder, ignore_errors=True)  # stopped before there was anything to go on from
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
     log = folder.with_name(f"{folder.name}.log")
     with log.open("w") as stream:
         settings = {"stdout": stream, "stderr": stream, "cwd": ROOT}
@@ -261,7 +259,7 @@ def main():
         args.work.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, *shlex.split(held_out)], cwd=ROOT, check=True)
     pool = ThreadPoolExecutor(args.jobs)
-    try:  # after Ctrl-C those under way save a checkpoint, no other starts
+    try:  # after Ctrl-C no other starts
         for future in [pool.submit(run, entry, args) for entry in todo]:
             future.result()
     finally:

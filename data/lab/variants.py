@@ -5,6 +5,8 @@ python data/lab/variants.py --variant no-momentum                  # AdamW with 
 python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW for each group
 python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
 python data/lab/variants.py --variant unit-steps --learning-rate 0.05   # gradient descent, no AdamW
+
+--variant can be given more than once.
 """
 
 import argparse
@@ -99,7 +101,8 @@ VARIANTS = {
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--variant", choices=VARIANTS, required=True)
+    parser.add_argument("--variant", choices=VARIANTS, required=True, action="append")
     chosen, flags = parser.parse_known_args()
-    vars(lopti).update(VARIANTS[chosen.variant])
+    for variant in chosen.variant:
+        vars(lopti).update(VARIANTS[variant])
     sys.exit(lopti.main(flags))
