@@ -54,7 +54,7 @@ from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream,
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
 
-# The papers' constants, which nobody turns: no flags, but `args` has them like all other settings.
+# Constants without a flag; `args` has them like all other settings.
 CONSTANTS = {
     "weight_decay": 0.01,  # of AdamW
     "max_grad_norm": 1.0,  # what the norm of a step's gradient is clipped to
@@ -240,8 +240,8 @@ def kl_estimate(logprobs, ref_logprobs):
 def reweight_advantages(advantages, old_logprobs, alpha):
     """Â ← [α·π + (1-α)]·Â with π = exp(old_logprobs), Eq. 4: (B, L) → (B, L)
 
-    A token's gradient grows with 1-π; the weight grows with π from 1-α to 1 and so takes from the
-    unlikely ones. Positive and negative advantages alike. α = 0 changes nothing, to the last bit.
+    The weight is 1-α at π = 0 and 1 at π = 1: unlikely tokens lose most, whether Â is positive or
+    negative. α = 0 changes nothing, to the last bit.
 
     >>> reweight_advantages(torch.ones(1, 3), torch.tensor([[0.01, 0.5, 1.0]]).log(), alpha=0.3)
     tensor([[0.7030, 0.8500, 1.0000]])
@@ -298,11 +298,12 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
     totals = dict.fromkeys(STATISTICS, 0)
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
         batch, sums = rollout.rows(indices), Counter()
+        # kept: what N counts; updated: what the loss sums over; scored: whose logits are needed
         kept = tokens_to_keep(policy, batch, args)  # (responses, L of the batch); section 8
         updated = kept & tokens[indices, : kept.shape[1]]
         if not args.kl_coef:  # then a response whose advantages are 0 has no gradient
             updated = updated & batch.advantages.any(1, keepdim=True)
-        scored = kept if args.without_bias else updated  # the tokens whose logits are needed
+        scored = kept if args.without_bias else updated
         busy = scored.any(1).nonzero().flatten().tolist()  # responses with such a token
         for micro_batch in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
             part = batch.rows(micro_batch)
@@ -347,7 +348,8 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
 
 
 def micro_batches(indices, lengths, size):
-    """Cut rows into lists of similar length, each of at most `size` tokens with its padding."""
+    """Cut rows into lists of similar length, each of one row or of at most `size` tokens,
+    padding included."""
     batches, lengths = [], lengths.tolist()
     for index in sorted(indices, key=lengths.__getitem__):
         if not batches or (len(batches[-1]) + 1) * lengths[index] > size:
@@ -391,7 +393,7 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
     The output layer gets the hidden states of these M positions only: over a vocabulary of 150,000
     words the logits of all tokens would take more memory than the model.
     """
-    positions = tokens.roll(-1, 1)  # the logits at t speak of token t+1
+    positions = tokens.roll(-1, 1)  # logits at t speak of token t+1; the first is no response's
 
     def select(output_layer, inputs):
         return inputs[0][positions]  # (B, L, hidden size) → (M, hidden size)
@@ -625,12 +627,15 @@ def safe_vocabulary(logits, min_p):
 # 9. Fast sampling: HF `generate` with a key-value cache that has room
 
 
-def generate(model, tokenizer, prompt_ids, prompt_of, settings, stretch=32):
+STRETCH = 32  # tokens
+
+
+def generate(model, tokenizer, prompt_ids, prompt_of, settings):
     """HF `generate`: a response to prompt_ids[i] for each i in prompt_of (N,) → (N, new tokens).
 
-    The same samples as one plain call, in less than half the time on a CPU: a prompt is read once
-    for its group, responses that have ended leave the batch every `stretch` tokens, and the
-    key-value cache is not copied for every token.
+    Draws from the same distribution as one plain call, in less than half the time on a CPU: a
+    prompt is read once for its group, responses that have ended leave the batch every `STRETCH`
+    tokens, and the key-value cache is not copied for every token.
     """
     first, last = int(prompt_of[0]), int(prompt_of[-1])
     encoded = {"input_ids": prompt_ids[first : last + 1]}
@@ -645,11 +650,11 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings, stretch=32):
     rows = (prompt_of - first).to(ids.device)  # (N,) of ids, mask and cache
     unfinished = torch.arange(len(rows), device=ids.device)  # the responses that have not ended
     responses = ids.new_full((len(rows), settings.max_new_tokens), settings.pad_token_id)
-    for start in range(0, settings.max_new_tokens, stretch):
+    for start in range(0, settings.max_new_tokens, STRETCH):
         ids, mask = ids[rows], mask[rows]
         cache.batch_select_indices(rows)
         settings_of_stretch = copy.copy(settings)
-        settings_of_stretch.max_new_tokens = min(stretch, settings.max_new_tokens - start)
+        settings_of_stretch.max_new_tokens = min(STRETCH, settings.max_new_tokens - start)
         options = {"past_key_values": cache, "generation_config": settings_of_stretch}
         ids = model.generate(ids, attention_mask=mask, **options)
         new = ids[:, mask.shape[1] :]  # (unfinished responses, new tokens)
@@ -662,12 +667,11 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings, stretch=32):
 
 
 class LayerWithRoom(DynamicLayer):
-    """One layer of HF's key-value cache, with room for `ROOM` new tokens behind those it holds.
+    """One layer of HF's key-value cache, with room for `STRETCH` new tokens behind those it holds.
 
     DynamicLayer copies all keys and values for each new token; this one writes into the room.
     """
 
-    ROOM = 32
     room = None  # keys and values with their room, (rows, heads, length + room, size) each
 
     def batch_select_indices(self, indices):
@@ -683,7 +687,7 @@ class LayerWithRoom(DynamicLayer):
             return super().update(keys, values)
         length, end = self.keys.shape[2], self.keys.shape[2] + keys.shape[2]
         if self.room is None or end > self.room[0].shape[2]:
-            sides = (0, 0, 0, keys.shape[2] + self.ROOM)
+            sides = (0, 0, 0, keys.shape[2] + STRETCH)
             self.room = [torch.nn.functional.pad(old, sides) for old in (self.keys, self.values)]
         for states, new in zip(self.room, (keys, values)):
             states[:, :, length:end] = new
@@ -705,8 +709,8 @@ def wilson_interval(mean, count):
     """
     z = 1.959964
     centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-    spread = math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-    half = z / (1 + z * z / count) * spread
+    root = math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+    half = z / (1 + z * z / count) * root
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -749,7 +753,7 @@ def evaluation_table(tables, difficulty_name):
     first = next(iter(tables.values()))
     titles = "".join(f"{title:>21}" for title in tables)
     lines = [f"{'':<8}{difficulty_name:>8}{'prompts':>9}{titles}"]
-    for measure in list(next(iter(first.values())))[2:]:  # after prompts and length
+    for measure in [name for name in next(iter(first.values())) if "@" in name or name == "greedy"]:
         for difficulty, row in first.items():
             lines.append(f"{measure:<8}{difficulty:>8}{row['prompts']:>9}")
             for table in tables.values():
@@ -856,8 +860,8 @@ class Run:
         self.step = step
         self.append("metrics.jsonl", metrics)
         for row, text, reward in list(zip(rows, rollout.texts, rewards.tolist()))[:2]:
-            sample = {"prompt": row["prompt"], "response": text, "solution": row["solution"]}
-            self.append("samples.jsonl", {"step": step, **sample, "reward": reward})
+            shown = {"prompt": row["prompt"], "response": text, "solution": row["solution"]}
+            self.append("samples.jsonl", {"step": step, **shown, "reward": reward})
         if self.stop_asked or (self.args.save_every and step % self.args.save_every == 0):
             self.save_checkpoint()
         if self.stop_asked:
@@ -880,7 +884,9 @@ class Run:
         self.append("evaluations.jsonl", {"step": self.step, "table": table})
 
     def ask_to_stop(self, number, frame):
-        """What Ctrl-C and SIGTERM call: stop after this step, at once in an evaluation or twice."""
+        """What Ctrl-C and SIGTERM call: finish this step, then stop. In an evaluation, and
+        when called twice, stop at once.
+        """
         signal.signal(number, signal.default_int_handler)
         if self.evaluating:
             raise KeyboardInterrupt
@@ -1015,23 +1021,26 @@ def make_optimizer(policy, args):
 # --------------------------------------------------------------------------------------------------
 # 12. Flags and main
 
-# A preset is a list of flags that stand before yours. The paper's have the steps of its 5 epochs
-# (of 10,000 problems for math, with a model of 7B). α and η are in none: say them for its method.
+# A preset is a list of flags that stand before yours. The paper's have the steps of its 5 epochs,
+# for math of 5 times its 10,000 problems; our --data is the whole set it drew them from, our model
+# 3B instead of 7B. α and η are in none: say them for its method.
 # Computed for 80 GB, not run: 3B take 58 GiB and a response of 4,496 tokens .155 GiB of cache, so
 # 104 responses fit at a time, and a step's 512 take five decodes. An evaluation (500 prompts, five
-# answers each) takes 24: every 50 steps it adds a tenth to the time.
+# answers each) takes 25: every 50 steps it adds a tenth to the time.
 PAPER = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --mini-batch-size 256
     --learning-rate 1e-6 --tokens-per-microbatch 4096 --gradient-checkpointing
     --sample-batch-size 104 --eval-every 50 --save-every 20"""
 PRESETS = {
-    # shorter responses, more of them
-    "tiny-math": "--prompts-per-step 64 --mini-batch-size 256 --sample-batch-size 512",
     "kk": f"""{PAPER} --model Qwen/Qwen2.5-3B-Instruct --people 3 4 5 6 7 --steps 351
     --data K-and-K/knights-and-knaves:train:3ppl+4ppl+5ppl+6ppl+7ppl
     --eval-data K-and-K/knights-and-knaves:test:3ppl+4ppl+5ppl+6ppl+7ppl""",
     "math": f"""{PAPER} --task math --model Qwen/Qwen2.5-3B --steps 781
     --data agentica-org/DeepScaleR-Preview-Dataset --eval-data HuggingFaceH4/MATH-500::test""",
 }
+
+
+# --task math without a preset: shorter responses, more of them
+TINY_MATH = "--prompts-per-step 64 --mini-batch-size 256 --sample-batch-size 512"
 
 
 class Parser(argparse.ArgumentParser):
@@ -1059,7 +1068,8 @@ def build_parser():
     parser = Parser(
         usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
         description=__doc__.split("\n\n")[0],
-        epilog=" ".join(f"--preset {name} is {flags}." for name, flags in PRESETS.items()),
+        epilog=" ".join(f"--preset {name} is {flags}." for name, flags in PRESETS.items())
+        + f" --task math without a preset is {TINY_MATH}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.set_defaults(**CONSTANTS)
@@ -1136,8 +1146,7 @@ def parse_arguments(argv=None):
         if refused := ", ".join(sorted(changed - FREE_TO_CHANGE)):
             raise UserError(f"--resume cannot change {refused}: start a new run for that")
     else:
-        tiny_math = args.preset == "tiny" and args.task == "math"
-        preset = PRESETS.get("tiny-math" if tiny_math else args.preset, "")
+        preset = PRESETS.get(args.preset, TINY_MATH if args.task == "math" else "")
         args = parser.parse_args([*preset.split(), *argv])
     if args.reward and args.solved_reward is None:
         raise UserError("--reward needs --solved-reward: from which reward on is a response right?")
@@ -1174,8 +1183,8 @@ def show_responses(rows, answers, count):
     """Print `count` evaluation prompts, spread over the difficulties, with their responses."""
     for i in range(0, len(rows), max(1, len(rows) // max(1, count)))[:count]:
         print(f"\n--- {rows[i]['prompt']}\nsolution: {rows[i]['solution']}")
-        for number, (text, reward, _) in enumerate(answers[i]):
-            print(f"\n[{f'sample {number}' if number else 'greedy'}, reward {reward:g}]\n{text}")
+        for sampled, (text, reward, _) in enumerate(answers[i]):
+            print(f"\n[{f'sample {sampled}' if sampled else 'greedy'}, reward {reward:g}]\n{text}")
 
 
 def run_command(args):
@@ -1197,8 +1206,8 @@ def run_command(args):
     reference, optimizer = make_reference(policy, args), make_optimizer(policy, args)
     run = Run(policy, tokenizer, optimizer, args)
     with suppress(ValueError):  # of any thread but the main one
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, run.ask_to_stop)
+        for asking in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(asking, run.ask_to_stop)
     print(f"{method_name(args)} on {device}, steps {run.step + 1} to {args.steps}, {run.folder}")
     train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
     if args.save_every:

@@ -479,7 +479,8 @@ def told_in_a_sentence():
 
 
 def load_data(args, tokenizer):
-    """Training and evaluation rows; no training question holds, or is held by, an evaluation's.
+    """Training and evaluation rows. No training question contains one of the evaluation's, or is
+    part of one.
 
     With --eval-only nothing is loaded to train on. Of each difficulty --eval-size rows are
     evaluated; those beyond are not trained on either.
