@@ -1222,26 +1222,31 @@ def run_command(args):
     print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds metrics, samples, final/.")
 
 
-def main(argv=None):
+def exit_code(program, name):
+    """Run a program: 0; 2 after one sentence about what its user can mend; 130 after Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # where the terminal has no α
     try:
-        run_command(parse_arguments(argv))
+        program()
         return 0
     except (UserError, OSError) as error:  # OSError: a disk that is full or read-only
-        print(f"lopti.py: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
     except torch.OutOfMemoryError:
         flags = "--tokens-per-microbatch, --sample-batch-size or --max-new-tokens"
-        print(f"lopti.py: out of memory: lower {flags}", file=sys.stderr)
+        print(f"{name}: out of memory: lower {flags}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("\nlopti.py: stopped; --resume goes on with a training run", file=sys.stderr)
+        print(f"\n{name}: stopped; --resume goes on with a training run", file=sys.stderr)
         return 130
     finally:  # Ctrl-C is Python's own again, for whoever calls this from a notebook
         with suppress(ValueError):
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return 2
+
+
+def main(argv=None):
+    return exit_code(lambda: run_command(parse_arguments(argv)), "lopti.py")
 
 
 if __name__ == "__main__":

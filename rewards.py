@@ -468,16 +468,6 @@ def user_errors(problem):
         raise UserError(f"{problem} ({reason})") from error
 
 
-@contextmanager
-def told_in_a_sentence():
-    """Around the main function of a script: a UserError is one sentence and exit code 2."""
-    try:
-        yield
-    except (UserError, OSError) as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 def load_data(args, tokenizer):
     """Training and evaluation rows. No training question contains one of the evaluation's, or is
     part of one.

@@ -43,7 +43,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from variants import wording
 
 import lopti
-from rewards import told_in_a_sentence
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 BINS = list(itertools.pairwise(EDGES))
@@ -476,8 +475,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    with told_in_a_sentence():
-        try:
-            main()
-        except torch.OutOfMemoryError as error:
-            raise lopti.UserError("out of memory: lower --tokens-per-microbatch") from error
+    sys.exit(lopti.exit_code(main, "diagnose.py"))

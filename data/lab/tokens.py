@@ -231,16 +231,11 @@ def main(argv=None):
     parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG of its first answer")
-    try:
-        options, flags = parser.parse_known_args(argv)
-        args = lopti.parse_arguments([*flags, "--dtype", "float32"])
-        vars(args).update({name: vars(args)[name] or value for name, value in DEFAULTS.items()})
-        write_page(args, options, shlex.join(["python", "data/lab/tokens.py", *flags]))
-        return 0
-    except (lopti.UserError, OSError, torch.OutOfMemoryError) as error:
-        print(f"tokens.py: {error}", file=sys.stderr)
-    return 2
+    options, flags = parser.parse_known_args(argv)
+    args = lopti.parse_arguments([*flags, "--dtype", "float32"])
+    vars(args).update({name: vars(args)[name] or value for name, value in DEFAULTS.items()})
+    write_page(args, options, shlex.join(["python", "data/lab/tokens.py", *flags]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(lopti.exit_code(main, "tokens.py"))

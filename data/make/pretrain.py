@@ -2,7 +2,7 @@
 
     python data/make/pretrain.py                                  # from nothing: ~30 min on 2 cores
     python data/make/pretrain.py --stage careless --start FOLDER  # the last stage only, from FOLDER
-    python data/make/properties.py                                # what came of it
+    python lopti.py --eval-only --show 2 --model FOLDER           # what came of it
 
 Next-token prediction on worked solutions of random puzzles and problems, those of the committed
 files left out, in four stages. `format`: puzzles of 2 and 3 people, which teach how a solution is
