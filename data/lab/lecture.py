@@ -16,7 +16,8 @@ from matplotlib.colors import LinearSegmentedColormap
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 from analysis import interval
-from style import COLORS
+from experiments import REVERSED, TWO
+from plot import COLORS
 from theory import logit_gradient_bounds
 from variants import random_split
 
@@ -24,7 +25,7 @@ import lopti
 
 # From unlikely to likely, in the two colours of the whole project.
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
-TWO, REVERSED, RANDOM = "GRPO, two passes", "reversed Lopti", "random split"
+RANDOM = "random split"
 METHOD_COLORS = {**COLORS, RANDOM: "#BBBBBB"}
 
 

@@ -92,13 +92,11 @@ def world_moments(world, words, weights, responses, group_size):
     """Signals (M,) and inner products (M, M) of gradients in which a token counts m(π), M times.
 
     Of world.py's worlds with a table of logits, up to O(1/G) of the values; `words` (1, K) are the
-    probabilities of the synonyms. Unit progress is signal / √(product with itself). Without the
-    noise 2pq·S², S = 1 - α + 2αpq, q = 1-p, for AR: a right token has the share q of its decision's
-    signal, a wrong one p. So E_s[π] = 2pq ≤ ½, and the better the policy, the more the unlikely
-    wrong tokens carry. Where words dominate, AR gains if and only if 2pq > 1/K, and at α = .3 at
-    most 1.21 times. Because group advantages add up to 0, a decision's right and wrong tokens have
-    parallel gradients: without words every α is the same. For the same reason the noise of a row is
-    a variance, the second moment of m(e - π) minus its mean's square.
+    probabilities of the synonyms. Unit progress is signal / √(product with itself). A right token
+    has the share q = 1-p of its decision's signal, a wrong one p: E_s[π] = 2pq, so the better the
+    policy, the more its unlikely wrong tokens carry. Where words dominate, AR gains if and only if
+    2pq > 1/K; without words every α is the same. Group advantages add up to 0, so the noise of a
+    row is a variance, the second moment of m(e - π) minus its mean's square.
 
     >>> from types import SimpleNamespace
     >>> world = SimpleNamespace(accuracy=0.6, decisions=10, wording=100, late=False)
@@ -125,32 +123,30 @@ def world_moments(world, words, weights, responses, group_size):
     return signals, products
 
 
-def split_gain(sigma, phi, cosine=0.0, passes=1):
+def split_gain(sigma, phi, cosine=0.0):
     """Unit progress of Lopti's two steps of length 1 over plain GRPO's. Numbers → a number.
 
-        gain = [(1-σ)/cos φ + σ/sin φ]·√(1 + c·sin 2φ) / length
+        gain = [(1-σ)/cos φ + σ/sin φ]·√(1 + c·sin 2φ) / √(2 + 2c)
 
     σ: the likely tokens' share of the signal. φ in radians: tan φ = ‖g_high‖/‖g_low‖. c: the cosine
-    between the two. `length`: √(2 + 2c), as far as the two steps lead (`passes` = 1); 2, that of
-    two plain passes (`passes` = 2). Assumes that each step has a length of its own, which one AdamW
-    denies (`adam_drift`), and that the first leaves the second's gradient as it was: so the order
-    does not enter. Without words the binary world has c = 1: Lopti is two plain passes.
+    between the two; √(2 + 2c) is how far the two steps lead. Assumes that each step has a length of
+    its own, which one AdamW denies (`adam_drift`), and that the first leaves the second's gradient
+    as it was: so the order does not enter.
 
     >>> round(split_gain(sigma=0.3, phi=math.radians(19)), 3)
     1.175
     """
     sum_of_cosines = (1 - sigma) / math.cos(phi) + sigma / math.sin(phi)
-    length = 2 if passes == 2 else math.sqrt(2 + 2 * cosine)
-    return sum_of_cosines * math.sqrt(1 + cosine * math.sin(2 * phi)) / length
+    return sum_of_cosines * math.sqrt((1 + cosine * math.sin(2 * phi)) / (2 + 2 * cosine))
 
 
-def split_threshold(phi, cosine=0.0, passes=1):
+def split_threshold(phi, cosine=0.0):
     """The σ at which `split_gain` is 1: Lopti gains above it if φ < 45°, below it if φ > 45°.
 
     >>> round(split_threshold(math.radians(19)), 3)  # the paper's norms, 7B, Fig. 1d
     0.177
     """
-    at_0, at_1 = (split_gain(sigma, phi, cosine, passes) for sigma in (0, 1))
+    at_0, at_1 = (split_gain(sigma, phi, cosine) for sigma in (0, 1))
     return (1 - at_0) / (at_1 - at_0)  # the gain is linear in σ
 
 
@@ -175,12 +171,10 @@ def adam_drift(*stages):
         Σ_stages E[g] / √(mean over stages of E[g²]),   for each parameter
 
     A stage is its gradients (batches, P); → (P,). Assumes a policy that stands still, many batches,
-    β₂ → 1, no clip, no weight decay. β₁ does not enter: in the end each gradient has weight 1. GRPO
-    is adam_drift(low + high), Lopti adam_drift(low, high): for each parameter
-    √(2E(low + high)² / (E low² + E high²)) times GRPO's, √2 where the stages are uncorrelated and 2
-    where they are equal, as two plain passes are. So in this model one AdamW makes Lopti a longer
-    step of GRPO (in training √2 times the rate did not go as far: RESULTS.md, R4); with an
-    AdamW for each stage it is adam_drift(low) + adam_drift(high).
+    β₂ → 1, no clip, no weight decay; β₁ does not enter. GRPO is adam_drift(low + high). Lopti is
+    adam_drift(low, high), for each parameter √2 times that where the stages are uncorrelated and 2
+    times where they are equal: a longer step of GRPO (in training √2 times the rate did not go as
+    far: RESULTS.md, R4). With an AdamW for each stage it is adam_drift(low) + adam_drift(high).
 
     >>> low, high = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
     >>> adam_drift(low + high), adam_drift(low, high)

@@ -30,7 +30,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from analysis import interval
 from experiments import read_lines
-from style import COLORS
+from plot import COLORS
 from theory import split_gain, world_moments
 from variants import random_split
 
