@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -71,7 +72,7 @@ def token_sheet(tokens, pi, pulls, title, width=78):
 
 def group(texts, rewards, advantages):
     """The answers of a group: what each says at its end, its reward, and its Â as a bar."""
-    ends = [text.partition("<answer>")[2].partition("</answer>")[0].split() for text in texts]
+    ends = [" ".join(re.findall("<answer>([^<]*)</answer>", text)[-1:]).split() for text in texts]
     said = [" ".join(end).replace(" is a", "")[:48] or "no answer" for end in ends]
     names = [f"{end}   R = {float(reward):g}" for end, reward in zip(said, rewards)]
     _, axis = plt.subplots(figsize=(12, 4.4))
@@ -110,10 +111,7 @@ def bars(groups, colors, title, ylabel, digits=2):
         look = {"label": name, "color": colors[name], "capsize": 4}
         errors = halves if any(halves) else None
         shown = axis.bar(places, values, 0.75 / len(names), yerr=errors, **look)
-        told = [
-            f"{value:.{digits}f}" + f" ± {half:.{digits}f}" * bool(half) for value, half in pairs
-        ]
-        axis.bar_label(shown, told, fontsize=11, padding=3)
+        axis.bar_label(shown, fmt=f"{{:.{digits}f}}", fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
     axis.set(title=title, ylabel=ylabel)
@@ -130,7 +128,12 @@ def reweighted_sizes(alpha):
     axis.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
     axis.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
     axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
-    axis.set(xlabel="π of the token", ylabel="size of its gradient", xlim=(0, 1), ylim=(0, 1.05))
+    axis.set(
+        xlabel="π of the token",
+        ylabel="size of its gradient, up to √2",
+        xlim=(0, 1),
+        ylim=(0, 1.05),
+    )
     axis.set_title("AR makes the gradients of unlikely tokens smaller")
     axis.legend()
 
