@@ -196,10 +196,7 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
         | without("low only")
         | minus("Lopti", REVERSED, ending=BIAS, expected="0, if the order is the bias"),
     ),
-    "alpha, without bias": (
-        minus("GRPO", *(f"AR α = {alpha}{BIAS}" for alpha in (0.1, 0.6, 1)), f"AR{BIAS}")
-        | minus("GRPO", *map(shown, experiments.ALPHAS[1:])),
-    ),
+    "alpha, without bias": (minus("GRPO", *map(shown, experiments.ALPHAS)),),
     "unit steps": (
         minus("GRPO", f"AR α = 1{BIAS}", ending=UNIT, expected="behind; behind")
         | minus("GRPO", f"AR α = 1{BIAS}", ending=f"{UNIT}{WORDY}", expected="ahead; ahead")
