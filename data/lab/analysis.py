@@ -217,6 +217,14 @@ COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; lim
         | {(f"Lopti{QUARTER}", f"GRPO{QUARTER} × √2"): "+.010 (.005 to .014)"},
         (WHOLE,),
     ),
+    "short steps, other methods": (
+        minus("GRPO", "GRPO, without wording", ending=QUARTER, expected="+.01 to +.04")
+        | minus("GRPO", "AR", ending=QUARTER, expected="+.002 to +.003")
+        | minus(TWO, "Lopti", ending=QUARTER, expected="0 to −.01")
+        | minus("random split", "Lopti", ending=QUARTER, expected="+.004 to +.012")
+        | minus(REVERSED, "Lopti", ending=QUARTER, expected="0"),
+        (WHOLE,),
+    ),
     "wordy, half the learning rate": (
         minus("GRPO", f"AR α = 1{BIAS}", ending=SLOWER, expected="ahead")
         | minus("GRPO", "Lopti", ending=SLOWER, expected="ahead; level or a little ahead")

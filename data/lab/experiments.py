@@ -88,10 +88,10 @@ QUARTER = also("a quarter as long", "--learning-rate 0.005", *UNIT_STEPS[4:7])
 QUARTER += also("a quarter as long × √2", "--learning-rate 0.0070711", UNIT_STEPS[4])
 QUARTER_BIASED = "AR α = 1, unit steps, wordy, a quarter as long"
 METHODS[QUARTER_BIASED] = METHODS[QUARTER[1]].replace(" --without-bias", "")
-# Once more, with a policy made anew and other seeds; and the room that the oracle leaves.
-JOB = METHODS[QUARTER[0]]
-REPLICATED = also("short steps, replicated", JOB, "GRPO", "AR α = 1, without bias", "AR α = 1")
-REPLICATED += also("short steps, replicated", JOB, "GRPO, without wording")
+# What else there is, on the same job; the last is an oracle.
+job += " --learning-rate 0.005"
+others = (TWO, REVERSED, "random split", "AR", "GRPO, without wording")
+OTHERS = also("unit steps, wordy, a quarter as long", job, *others)
 # SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
 SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
     --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
@@ -130,9 +130,12 @@ QUESTIONS = {  # (method, seed), in order of importance
     ],
     "alpha": runs_of(range(3), *ALPHAS),
     "unit steps": [*runs_of(range(10), *UNIT_STEPS), *runs_of(range(10), *SHORT_STEPS)],
-    "short steps": runs_of(range(100, 110), *QUARTER[:2], QUARTER_BIASED),
-    "short steps, replicated": runs_of(range(110, 120), *REPLICATED),
-    "short steps of Lopti": runs_of(range(100, 110), *QUARTER[2:]),
+    "short steps": [
+        *runs_of(range(100, 110), *QUARTER[:2], QUARTER_BIASED),
+        *runs_of(range(100, 108), *QUARTER[2:]),
+        *runs_of(range(100, 105), *OTHERS[::-1]),
+        *runs_of(range(105, 110), *QUARTER[2:], *OTHERS[3:]),
+    ],
     "wordy": runs_of(range(10), *WORDY),
     "SmolLM2": [*runs_of(range(1, 6), *SMOLLM2), *runs_of(range(1, 4), *SMOLLM2_BIAS)],
 }
