@@ -1767,7 +1767,7 @@ def test_the_laboratorys_comparisons():
     grpo, lopti_runs = (frame[frame.method == name] for name in ("GRPO", "Lopti"))
     assert grpo["sampled accuracy"].tolist() == pytest.approx([0.75 * 0.7] * 3)
     assert len(lopti_runs) == 4 and lopti_runs["sampled accuracy"].eq(0.75 * 0.8).all()
-    pairs = analysis.minus("GRPO", "Lopti", "AR", "80/20")
+    pairs = [(method, "GRPO") for method in ("Lopti", "AR", "80/20")]
     found = analysis.differences(frame, pairs, analysis.WHOLE)
     assert list(found) == [("Lopti", "GRPO"), ("80/20", "GRPO")]  # of AR there is one run
     values, mean, half, p = found["Lopti", "GRPO"]
@@ -1802,12 +1802,19 @@ def test_the_laboratorys_tables_with_few_runs():
 @slow
 @laboratory
 def test_the_laboratorys_commands_and_tables(tmp_path):
-    """lopti.py takes the flags of every run; the tables are those of the runs."""
-    folders = {name: tmp_path for name in ("work", *experiments.POLICIES)}
-    for method in experiments.METHODS:
-        _, command = experiments.command_of(method, 3, SimpleNamespace(**folders))
-        arguments(re.sub(r"--variant \S+", "", " ".join(command[2:])))
+    """The flags of the plan are those of the runs on record; the tables are those of the runs."""
     record = experiments.read_lines(experiments.RESULTS)
+    made = {(experiments.shown(line["method"]), line["seed"]): line for line in record}
+    free = {"name", "output", "resume", "save_every", "model", "data", "eval_data", "dtype"}
+    free |= {"eval_every", "eval_size", "eval_samples", "sample_batch_size"}  # change no training
+    for _, method, seed, flags in experiments.planned():
+        _, command = experiments.command_of(method, seed, flags, tmp_path)
+        args = vars(arguments(re.sub(r"--variant \S+", "", " ".join(command[2:]))))
+        settings = made.get((method, seed), {}).get("config", {})
+        for name in (settings.keys() & args.keys()) - free:
+            written = float(f"{args[name]:.4g}") if isinstance(args[name], float) else args[name]
+            only = name == "order" and " only" in method  # was a flag of its own
+            assert only or settings[name] == written, (method, name)
     for path, text in analysis.pages(analysis.tables(record)).items():
         assert path.read_text(encoding="utf-8") == text
 

@@ -12,10 +12,9 @@ import re
 import sys
 from pathlib import Path
 
-import experiments
 import numpy as np
 import pandas as pd
-from experiments import REVERSED, TWO, shown
+from experiments import RESULTS, read_lines, rows_of, shown
 from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
@@ -27,7 +26,6 @@ EARLY, WHOLE = "steps 2 to 12", "by step"  # accuracy in training; the whole is 
 EQUAL_KL = "at equal KL"  # accuracy in training at the same KL to the starting policy
 SAMPLED, KL_END = "sampled accuracy", "KL at the end"  # held out: mean of the last two evaluations
 KL_RANGE = (0.006, 0.05)  # where accuracy is compared at equal KL
-SMALL_KL = (0.001, 0.05)  # the same, where steps are shorter
 WINDOW = 5  # steps that are averaged for it
 
 
@@ -114,19 +112,23 @@ def holm(p_values):
     return corrected[order.argsort()]
 
 
-def by_seed(frame, method, other, outcome, kl="kl", limits=KL_RANGE):
-    """First minus second for every seed that both have, as a series by seed."""
+def by_seed(frame, method, other, outcome, kl="kl"):
+    """First minus second for every seed that both have, as a series by seed.
+
+    The outcome `at equal KL from .001` begins at that KL.
+    """
     first, second = (frame[frame.method == name].set_index("seed") for name in (method, other))
     seeds = first.index.intersection(second.index).sort_values()
-    if outcome == EQUAL_KL:
+    if outcome.startswith(EQUAL_KL):
+        limits = float(outcome.partition(" from ")[2] or KL_RANGE[0]), KL_RANGE[1]
         pairs = zip(first.metrics[seeds], second.metrics[seeds])
         return pd.Series([at_equal_kl(*pair, kl, limits) for pair in pairs], seeds, dtype=float)
     return first[outcome][seeds] - second[outcome][seeds]
 
 
-def differences(frame, pairs, outcome, kl="kl", limits=KL_RANGE):
+def differences(frame, pairs, outcome, kl="kl"):
     """pair → (by seed, mean, half of its interval, p by Holm), for pairs with two seeds or more."""
-    found = {pair: by_seed(frame, *pair, outcome, kl, limits).dropna() for pair in pairs}
+    found = {pair: by_seed(frame, *pair, outcome, kl).dropna() for pair in pairs}
     found = {pair: values for pair, values in found.items() if len(values) > 1}
     p_values = [stats.ttest_1samp(values, 0).pvalue for values in found.values()]
     p_values = holm(np.nan_to_num(p_values, nan=1.0))  # NaN: all differences are 0
@@ -135,116 +137,16 @@ def differences(frame, pairs, outcome, kl="kl", limits=KL_RANGE):
     }
 
 
-# ---- What is compared: pairs of methods → what DESIGN.md expected, or nothing
-
-BIAS, NEW, PLAIN, WORDY = ", without bias", ", new seeds", ", plain wording", ", wordy"
-SLOWER, UNIT = f"{WORDY}, learning rate × 0.5", ", unit steps"
-SHORT, QUARTER = f"{UNIT}{WORDY}, half as long", f"{UNIT}{WORDY}, a quarter as long"
-
-
-def minus(other, *methods, ending="", expected=""):
-    """Pairs of each method and another, all with the same ending.
-
-    >>> minus("GRPO", "AR", ending=", wordy")
-    {('AR, wordy', 'GRPO, wordy'): ''}
-    """
-    return {(f"{method}{ending}", f"{other}{ending}"): expected for method in methods}
-
-
-def without(method, own="not sure", to_grpo=""):
-    """A method without its bias: what is expected of it against itself, and against GRPO."""
-    return {(f"{method}{BIAS}", method): own, (f"{method}{BIAS}", "GRPO"): to_grpo}
-
-
-DEFAULT = ("AR", "Lopti", "AR + Lopti", TWO, REVERSED, "high only", "low only", "AR α = 0.1")
-DEFAULT += ("AR α = 0.6", "AR α = 1", "Lopti η = 0.2", "Lopti η = 0.8", "STAPO", "80/20", "min-p")
-DEFAULT += ("REINFORCE++", "GRPO, learning rate × 0.5", "GRPO, learning rate × 2")
-STEPS = ("random split", "GRPO, half-size mini-batches")  # as many as Lopti takes
-FASTER = "GRPO, learning rate × √2"
-COMPARISONS = {  # table → pairs; outcomes if not by step and at equal KL; limits of the KL
-    "against GRPO": (minus("GRPO", *DEFAULT), (WHOLE, SAMPLED)),
-    "split or step": (
-        minus(TWO, "Lopti", *STEPS)
-        | minus("Lopti", *STEPS, "Lopti, two optimizers")
-        | minus(TWO, "Lopti", ending=PLAIN),
-    ),
-    "order": (
-        minus(REVERSED, "Lopti", TWO)
-        | minus(REVERSED, "Lopti", TWO, "GRPO", ending=PLAIN)
-        | minus(REVERSED, "Lopti", "GRPO", ending=", β₁ = 0"),
-        (EARLY, WHOLE, SAMPLED),
-    ),
-    "equal KL, on record": (
-        minus("GRPO", "AR", "Lopti", TWO, REVERSED, *STEPS, "80/20")
-        | minus("GRPO", "Lopti", TWO, REVERSED, ending=PLAIN),
-    ),
-    "equal KL, new seeds": (
-        minus("GRPO", "Lopti", ending=NEW, expected="level; −.06 at equal KL")
-        | minus("GRPO", TWO, ending=NEW, expected="level; −.08 at equal KL")
-        | minus("GRPO", FASTER, ending=NEW, expected="as Lopti")
-        | minus(FASTER, "Lopti", ending=NEW, expected="level in both")
-        | minus(TWO, "Lopti", ending=NEW, expected="level"),
-    ),
-    "without bias": (
-        without("AR α = 1", "above +.10", "0 to −.08")
-        | without("AR α = 0.6", "", "within .02")
-        | without("AR", "within .02")
-        | without("high only", "above +.15")
-        | without("Lopti, two optimizers")
-        | without(REVERSED)
-        | without("Lopti")
-        | without("low only")
-        | minus("Lopti", REVERSED, ending=BIAS, expected="0, if the order is the bias"),
-    ),
-    "alpha, without bias": (minus("GRPO", *map(shown, experiments.ALPHAS)),),
-    "unit steps": (
-        minus("GRPO", f"AR α = 1{BIAS}", ending=UNIT, expected="behind; behind")
-        | minus("GRPO", f"AR α = 1{BIAS}", ending=f"{UNIT}{WORDY}", expected="ahead; ahead")
-        | minus("GRPO", f"AR α = 1{BIAS}", ending=SHORT, expected="ahead; ahead")
-        | minus("GRPO", "Lopti", ending=UNIT, expected="ahead; level")
-        | minus("GRPO", "Lopti", ending=f"{UNIT}{WORDY}", expected="ahead; ahead")
-        | minus("GRPO", TWO, ending=UNIT, expected="ahead; level or behind")
-        | minus("GRPO", TWO, ending=f"{UNIT}{WORDY}", expected="ahead; level or behind")
-        | minus(TWO, "Lopti", ending=UNIT, expected="behind; level")
-        | minus(TWO, "Lopti", ending=f"{UNIT}{WORDY}", expected="ahead; ahead"),
-        (WHOLE, EQUAL_KL),
-        SMALL_KL,
-    ),
-    "short steps": (
-        minus("GRPO", f"AR α = 1{BIAS}", ending=QUARTER, expected="+.017 (.013 to .021)")
-        | minus("GRPO", "AR α = 1", ending=QUARTER, expected="+.018 (.012 to .023)")
-        | minus("AR α = 1", f"AR α = 1{BIAS}", ending=QUARTER, expected="within .01")
-        | {(f"Lopti{QUARTER}", f"GRPO{QUARTER} × √2"): "+.010 (.005 to .014)"},
-        (WHOLE,),
-    ),
-    "short steps, other methods": (
-        minus("GRPO", "GRPO, without wording", ending=QUARTER, expected="+.01 to +.04")
-        | minus("GRPO", "AR", ending=QUARTER, expected="+.002 to +.003")
-        | minus(TWO, "Lopti", ending=QUARTER, expected="0 to −.01")
-        | minus("random split", "Lopti", ending=QUARTER, expected="+.004 to +.012")
-        | minus(REVERSED, "Lopti", ending=QUARTER, expected="0"),
-        (WHOLE,),
-    ),
-    "wordy, half the learning rate": (
-        minus("GRPO", f"AR α = 1{BIAS}", ending=SLOWER, expected="ahead")
-        | minus("GRPO", "Lopti", ending=SLOWER, expected="ahead; level or a little ahead")
-        | minus("GRPO", TWO, ending=SLOWER, expected="ahead or level; level or behind")
-        | minus(TWO, "Lopti", ending=SLOWER, expected="ahead at equal KL"),
-        (WHOLE, EQUAL_KL),
-        SMALL_KL,
-    ),
-    "SmolLM2, 12 steps": (
-        dict(
-            pair
-            for rate in experiments.RATES
-            for pair in minus("GRPO", "AR", "Lopti", TWO, ending=f", SmolLM2 at {rate}").items()
-        ),
-        (WHOLE,),
-    ),
-}
-IN_SHORT = [*without("AR α = 1"), *without("AR α = 0.6"), *[*without("high only")][:1]]
-
 # ---- Tables
+
+
+def comparisons():
+    """The tables of comparisons.txt: name → ({pair of methods: what was expected}, outcomes)."""
+    found = {}
+    for (name, ending, outcomes), (*pair, expected) in rows_of(FOLDER / "comparisons.txt"):
+        pairs, _ = found.setdefault(name, ({}, outcomes.split(", ")))
+        pairs[tuple(f"{method}, {ending}" if ending else method for method in pair)] = expected
+    return found
 
 
 def markdown(rows):
@@ -264,16 +166,16 @@ def of_runs(values):
     return f"{values.mean():.3f}{deviation}" if len(values) else ""
 
 
-def comparisons_table(frame, pairs, outcomes=(WHOLE, EQUAL_KL), limits=KL_RANGE, only=None):
-    """A row for each pair, or for those in `only`: every outcome with its interval and p."""
+def comparisons_table(frame, pairs, outcomes, rows_shown=None):
+    """A row for each pair, or for the first ones: every outcome with its interval and p by Holm."""
     kl = column_of_kl(frame[frame.method.isin({name for pair in pairs for name in pair})].metrics)
-    found = [differences(frame, pairs, outcome, kl, limits) for outcome in outcomes]
-    told, with_kl = any(pairs.values()), EQUAL_KL in outcomes
+    found = [differences(frame, pairs, outcome, kl) for outcome in outcomes]
+    told, with_kl = any(pairs.values()), EQUAL_KL in " ".join(outcomes)
     head = [part for outcome in outcomes for part in (outcome, "p (Holm)")]
     rows = [("difference", *["expected"] * told, "seeds", *head, *[KL_END] * with_kl)]
-    for pair in [pair for pair in found[0] if only is None or pair in only]:
+    for pair in list(found[0])[:rows_shown]:
         seeds = found[0][pair][0].index
-        row = [" − ".join(pair).replace(NEW, ""), *[pairs[pair]] * told, f"{len(seeds)}"]
+        row = [" − ".join(pair).replace(", new seeds", ""), *[pairs[pair]] * told, f"{len(seeds)}"]
         for of_pairs in found:
             values, mean, half, p = of_pairs.get(pair, ((), 0, 0, 0))
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
@@ -299,16 +201,16 @@ def methods_table(frame):
 
 def tables(lines):
     """The tables by name; `lines` are those of runs.jsonl."""
-    frame, bias = run_frame(lines), COMPARISONS["without bias"][0]
+    frame, compared = run_frame(lines), comparisons()
     untrained = [
         line | {"method": "before training", "metrics": {}, "evaluations": line["evaluations"][:1]}
         for line in lines
         if line["method"] == "GRPO"
     ]
     return {
-        **{name: comparisons_table(frame, *compared) for name, compared in COMPARISONS.items()},
+        **{name: comparisons_table(frame, *table) for name, table in compared.items()},
         "methods": methods_table(run_frame([*untrained, *lines])),
-        "without bias, in short": comparisons_table(frame, bias, only=IN_SHORT),
+        "without bias, in short": comparisons_table(frame, *compared["without bias"], rows_shown=5),
     }
 
 
@@ -340,7 +242,7 @@ def pages(made):
 
 
 if __name__ == "__main__":
-    found = tables(experiments.read_lines(experiments.RESULTS))
+    found = tables(read_lines(RESULTS))
     if "--write" in sys.argv:
         for path, text in pages(found).items():
             path.write_text(text, encoding="utf-8")

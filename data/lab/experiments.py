@@ -1,12 +1,11 @@
-"""Run the laboratory: the training runs behind RESULTS.md. results/DESIGN.md says why.
+"""Run the laboratory: the training runs behind RESULTS.md, as results/plan.txt has them.
 
     python data/lab/experiments.py --question bias --results my.jsonl --jobs 2   # two at a time
     python data/lab/experiments.py --question bias --list     # only print what is still to be run
 
 Each run is a process of its own, lopti.py or one of its variants.py. When it ends its line is
 appended to the results, with all its settings. The same command runs what is not there yet.
-analysis.py makes the tables of these lines, plot.py the pictures. The flags of runs on record that
-belong to no question any more stand at the top of DESIGN.md.
+analysis.py makes the tables of these lines, plot.py the pictures.
 """
 
 import argparse
@@ -23,129 +22,38 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-RESULTS = HERE / "results" / "runs.jsonl"
-
-# ---- The plan: name in tables → flags. Everything else is the default job.
-
-SETTINGS = "--eval-every 6 --eval-samples 2 --save-every 0"
-SHORT = "--eval-every 0"  # evaluated before and after training only
-ONLY_TRAINING = "--eval-every 0 --eval-size 1 --eval-samples 1"  # on two puzzles: no table reads it
-TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
-METHODS = {
-    "GRPO": "",
-    "AR": "--alpha 0.3",
-    "Lopti": "--eta 0.5",
-    "AR + Lopti": "--alpha 0.3 --eta 0.5",
-    TWO: "--passes 2",  # as many optimizer steps as Lopti
-    REVERSED: "--eta 0.5 --order high-low",
-    "high only": "--eta 0.5 --order high",  # only tokens with π ≥ η
-    "low only": "--eta 0.5 --order low",
-    "AR α = 0.6": "--alpha 0.6",
-    "AR α = 1": "--alpha 1",
-    "random split": f"{SHORT} --eta 0.5 --variant random-split",
-    "GRPO, half-size mini-batches": f"{SHORT} --mini-batch-size 32",
-    "GRPO, without wording": f"{SHORT} --variant without-wording",  # an oracle
-    "Lopti, two optimizers": f"{SHORT} --eta 0.5 --variant two-optimizers",
-}
-
-
-def also(ending, flags, *names):
-    """Methods that are there already, with more flags: their names."""
-    more = {f"{name}, {ending}": f"{METHODS[name]} {flags}".strip() for name in names}
-    METHODS.update(more)
-    return list(more)
-
-
-# The policy with one wording for each thing.
-PLAIN = also("plain wording", f"--model {{plain}} {SHORT}", TWO, "Lopti", REVERSED, "GRPO")
-NO_MOMENTUM = also("β₁ = 0", f"{SHORT} --variant no-momentum", "GRPO", "Lopti", REVERSED)
-BIAS_JOB = f"{ONLY_TRAINING} --without-bias"
-WITHOUT_BIAS = also("without bias", BIAS_JOB, "AR α = 1", "AR α = 0.6", "AR", "high only")
-WITHOUT_BIAS += also("without bias", BIAS_JOB, "Lopti, two optimizers", REVERSED, "Lopti")
-WITHOUT_BIAS += also("without bias", BIAS_JOB, "low only")
-# With the bias, on seeds that the first laboratory did not have; `shown` gives them their old name.
-MORE_SEEDS = also("more seeds", ONLY_TRAINING, "AR α = 1", "AR α = 0.6", "Lopti, two optimizers")
-METHODS["AR α = 0.1"] = "--alpha 0.1"
-ALPHAS = also("without bias", BIAS_JOB, "AR α = 0.1")
-for other_rate, value in (("0.5", "5e-5"), ("2", "2e-4")):
-    unbiased = ["AR α = 0.1, without bias", *WITHOUT_BIAS[:3]]
-    ALPHAS += also(f"rate × {other_rate}", f"--learning-rate {value}", *unbiased)
-NEW_SEEDS = also("new seeds", ONLY_TRAINING, "GRPO", "Lopti", TWO)
-METHODS["GRPO, rate × √2, new seeds"] = f"{ONLY_TRAINING} --learning-rate 1.4142e-4"
-NEW_SEEDS += ["GRPO, rate × √2, new seeds"]
-# A policy made so that its unlikely tokens are noise: a talkative pupil's (pretrain.py --filler).
-WORDY_JOB = f"--model {{wordy}} --people 2 --steps 16 --learning-rate 5e-5 {ONLY_TRAINING}"
-WORDY = also("wordy, rate × 0.5", WORDY_JOB, "GRPO", "Lopti", "AR α = 1, without bias", TWO)
-WORDY += also("wordy, rate × 0.5", WORDY_JOB, "GRPO, without wording", REVERSED, "random split")
-# Gradient descent with steps of a given length, for which the theory is made; no AdamW.
-UNIT_STEPS = []
-for ending, policy, length in (("", "", 0.05), (", wordy", "--model {wordy} --people 2", 0.02)):
-    job = f"{policy} --variant unit-steps --learning-rate {length} --steps 16 {ONLY_TRAINING}"
-    UNIT_STEPS += also(f"unit steps{ending}", job, "GRPO", "AR α = 1, without bias", "Lopti", TWO)
-SHORT_STEPS = also("half as long", "--learning-rate 0.01 --steps 32", *UNIT_STEPS[4:6])
-# So short that a theory of the first order holds; Lopti's two beside one of the same total length.
-QUARTER = also("a quarter as long", "--learning-rate 0.005", *UNIT_STEPS[4:7])
-QUARTER += also("a quarter as long × √2", "--learning-rate 0.0070711", UNIT_STEPS[4])
-QUARTER_BIASED = "AR α = 1, unit steps, wordy, a quarter as long"
-METHODS[QUARTER_BIASED] = METHODS[QUARTER[1]].replace(" --without-bias", "")
-# What else there is, on the same job; the last is an oracle.
-job += " --learning-rate 0.005"
-others = (TWO, REVERSED, "random split", "AR", "GRPO, without wording")
-OTHERS = also("unit steps, wordy, a quarter as long", job, *others)
-# SmolLM2-135M-Instruct on one-step word problems, both of real_model.py.
-SMOLLM2_TASK = """--model {smollm2} --data {smollm2}/word_train.jsonl
-    --eval-data {smollm2}/word_test.jsonl --task math --solved-reward 1
-    --reward data.lab.real_model:last_number --temperature 0.7 --max-new-tokens 64"""
-SMOLLM2_JOB = f"""{SMOLLM2_TASK} --kl-coef 0 --prompts-per-step 8 --mini-batch-size 64 --steps 12
-    --dtype bfloat16 --eval-every 0 --eval-size 24 --eval-samples 1"""
-RATES = ("3e-6", "1e-5", "3e-5")
-SMOLLM2 = []
-for rate in RATES:
-    job = f"{SMOLLM2_JOB} --learning-rate {rate}"
-    SMOLLM2 += also(f"SmolLM2 at {rate}", job, "GRPO", TWO, "AR", "Lopti")
-SMOLLM2_BIAS = also(f"SmolLM2 at {rate}", job, "AR α = 1", "AR α = 1, without bias")  # the last
-
-
-def runs_of(seeds, *methods):
-    return [(method, seed) for seed in seeds for method in methods]
-
-
-SOME = [name for name in WITHOUT_BIAS[::-1] if " only" not in name and name != "AR, without bias"]
-QUESTIONS = {  # (method, seed), in order of importance
-    "methods": [
-        *runs_of(range(10), "GRPO", "Lopti", TWO, REVERSED),
-        *runs_of(range(5), "AR", "AR + Lopti", "high only"),
-        *runs_of(range(3), "low only", "AR α = 0.6", "AR α = 1"),
-    ],
-    "split or step": [
-        *runs_of(range(10), *PLAIN),
-        *runs_of(range(5), "random split", "GRPO, half-size mini-batches"),
-    ],
-    "order": runs_of(range(3), *NO_MOMENTUM, "Lopti, two optimizers"),
-    "equal KL": runs_of(range(20, 30), *NEW_SEEDS),
-    "bias": [
-        *runs_of(range(5), *WITHOUT_BIAS),
-        *runs_of(range(3, 5), *MORE_SEEDS),
-        *runs_of(range(5, 10), *MORE_SEEDS, *SOME),
-    ],
-    "alpha": runs_of(range(3), *ALPHAS),
-    "unit steps": [*runs_of(range(10), *UNIT_STEPS), *runs_of(range(10), *SHORT_STEPS)],
-    "short steps": [
-        *runs_of(range(100, 110), *QUARTER[:2], QUARTER_BIASED),
-        *runs_of(range(100, 108), *QUARTER[2:]),
-        *runs_of(range(100, 105), *OTHERS[::-1]),
-        *runs_of(range(105, 110), *QUARTER[2:], *OTHERS[3:]),
-    ],
-    "wordy": runs_of(range(10), *WORDY),
-    "SmolLM2": [*runs_of(range(1, 6), *SMOLLM2), *runs_of(range(1, 4), *SMOLLM2_BIAS)],
-}
-# Folders of policies: the first two made by data/make/pretrain.py --plain, --filler.
-POLICIES = {"plain": "data/tiny-plain", "wordy": "data/tiny-wordy", "smollm2": "smollm2"}
+RESULTS, PLAN = HERE / "results" / "runs.jsonl", HERE / "results" / "plan.txt"
+OF_ALL = "--eval-every 6 --eval-samples 2 --save-every 0"
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
+TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
+
+
+def rows_of(path):
+    """The rows of a text like plan.txt, three cells each: (cells of the heading above it, cells).
+
+    Lines that begin with a space are rows, others headings; `#` is a comment.
+    """
+    heading = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if line.startswith(" "):
+            yield heading, cells
+        elif line and not line.startswith("#"):
+            heading = cells
+
+
+def planned():
+    """The runs of plan.txt: (question, method, seed, flags), first seeds first."""
+    runs = []
+    for (question, ending, common), (name, seeds, flags) in rows_of(PLAN):
+        first, _, last = seeds.partition("-")
+        method, flags = f"{name}, {ending}" if ending else name, f"{common} {flags}"
+        runs += [(question, method, seed, flags) for seed in range(int(first), int(last) + 1)]
+    return sorted(runs, key=lambda run: run[2])
 
 
 def shown(method):
-    """The name of a method in tables: seeds of two series are one method, nothing is abbreviated.
+    """The name of a method in plan and tables, which some lines of runs.jsonl call otherwise.
 
     >>> shown("Lopti, seeds 5 to 9"), shown("GRPO, rate × 2"), shown("AR, plain, cut")
     ('Lopti', 'GRPO, learning rate × 2', 'AR, plain, truncated')
@@ -155,23 +63,12 @@ def shown(method):
     return method.replace(", rate", ", learning rate")
 
 
-# ---- Commands
-
-
-def variants_of(method):
-    """What stands behind each --variant in the command of a method."""
-    return re.findall(r"--variant (\S+)", METHODS[method])
-
-
-def command_of(method, seed, args):
-    """The folder of a run, and its command."""
+def command_of(method, seed, flags, work):
+    """The folder of a run in the folder `work`, and its command."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-") + f"-{seed}"
-    flags = f"{SETTINGS} --eval-data {args.work / 'kk_test.jsonl'} " + METHODS[method].format(
-        **{policy: getattr(args, policy) for policy in POLICIES}
-    )
-    flags += f" --seed {seed} --output {args.work} --name {name}"
-    script = "data/lab/variants.py" if variants_of(method) else "lopti.py"
-    return args.work / name, ["python", script, *shlex.split(flags)]
+    script = "data/lab/variants.py" if "--variant" in flags else "lopti.py"
+    flags = f"{OF_ALL} --eval-data {work / 'kk_test.jsonl'} {flags} --seed {seed}"
+    return work / name, ["python", script, *shlex.split(f"{flags} --output {work} --name {name}")]
 
 
 # ---- Running
@@ -188,7 +85,7 @@ def read_lines(path):
     return [json.loads(line) for line in lines]
 
 
-def result_line(method, seed, folder):
+def result_line(method, seed, flags, folder):
     """A finished run in one line: its settings, every step's metrics and every evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     weights = (Path(config["model"]) / "model.safetensors").read_bytes()
@@ -202,7 +99,7 @@ def result_line(method, seed, folder):
         "method": method,
         "seed": seed,
         "policy": hashlib.sha256(weights).hexdigest()[:12],
-        "variant": " ".join(variants_of(method)) or None,
+        "variant": " ".join(re.findall(r"--variant (\S+)", flags)) or None,
         "config": config,
         "evaluations": [{"step": row["step"], **row["table"]} for row in evaluations],
         "metrics": {
@@ -215,7 +112,7 @@ def result_line(method, seed, folder):
 
 def run(entry, args):
     """One run as a process of its own; then its line is appended to the results."""
-    folder, command = command_of(*entry, args)
+    folder, command = command_of(*entry, args.work)
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped
     log = folder.with_name(f"{folder.name}.log")
     with log.open("w") as stream:
@@ -231,33 +128,30 @@ def run(entry, args):
 
 
 def main():
+    plan = planned()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--question", choices=QUESTIONS, help="the runs of this question only")
+    questions = list(dict.fromkeys(heading[0] for heading, _ in rows_of(PLAN)))
+    add("--question", choices=questions, help="the runs of this question only")
     add("--jobs", type=int, default=1, help="runs at a time, one thread each")
     add("--work", type=Path, default=ROOT / "runs" / "experiments", help="where run folders go")
     add("--results", type=Path, default=RESULTS, help="the file of finished runs")
-    for policy, folder in POLICIES.items():
-        add(f"--{policy}", type=Path, default=ROOT / folder, help=f"a policy's folder [{folder}]")
     add("--list", action="store_true", help="print the commands and stop")
     args = parser.parse_args()
-    for name in ("work", *POLICIES):
-        setattr(args, name, getattr(args, name).resolve())
+    args.work = args.work.resolve()
     done = {(shown(line["method"]), line["seed"]) for line in read_lines(args.results)}
-    chosen = [args.question] if args.question else QUESTIONS
-    plan = [entry for question in chosen for entry in QUESTIONS[question]]
-    todo = [(method, seed) for method, seed in plan if (shown(method), seed) not in done]
-    for policy in POLICIES:
-        needing = [entry for entry in todo if f"{{{policy}}}" in METHODS[entry[0]]]
-        if needing and not getattr(args, policy).exists():
-            print(f"left out: {len(needing)} runs, for there is no {getattr(args, policy)}")
-            todo = [entry for entry in todo if entry not in needing]
+    todo = [entry for question, *entry in plan if args.question in (None, question)]
+    todo = [entry for entry in todo if tuple(entry[:2]) not in done]
+    for policy in sorted(set(re.findall(r"--model (\S+)", " ".join(entry[2] for entry in todo)))):
+        if not (ROOT / policy).exists():
+            print(f"left out: the runs with {policy}, which is not there")
+            todo = [entry for entry in todo if f"--model {policy}" not in entry[2]]
     held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
         print(f"python {held_out}")
-        return print(*(shlex.join(command_of(*entry, args)[1]) for entry in todo), sep="\n")
+        return print(*(shlex.join(command_of(*entry, args.work)[1]) for entry in todo), sep="\n")
     if not (args.work / "kk_test.jsonl").exists():
         args.work.mkdir(parents=True, exist_ok=True)
         subprocess.run([sys.executable, *shlex.split(held_out)], cwd=ROOT, check=True)

@@ -20,7 +20,6 @@ import experiments
 import matplotlib
 import numpy as np
 import pandas as pd
-from analysis import BIAS
 from experiments import REVERSED, TWO
 from matplotlib.figure import Figure
 
@@ -43,6 +42,7 @@ LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth"
 LOOK |= {"figure.constrained_layout.use": True, "legend.frameon": False}
 matplotlib.rcParams.update(LOOK)
 
+BIAS = ", without bias"
 PICTURES = {  # file → methods
     "equal_kl": ("GRPO", "Lopti", TWO),
     "bias": ("GRPO", "AR α = 1", f"AR α = 1{BIAS}"),

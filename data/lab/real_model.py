@@ -103,11 +103,12 @@ def make_model(folder):
 
 
 if __name__ == "__main__":
-    from experiments import SMOLLM2_TASK  # only here: lopti.py imports this file for its reward
+    from experiments import planned  # only here: lopti.py imports this file for its reward
 
     if len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
         sys.exit(__doc__)
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
     make_model(folder)
     write_problems(folder)
-    print(" ".join(SMOLLM2_TASK.format(smollm2=folder).split()))
+    flags = next(flags for question, *_, flags in planned() if question == "SmolLM2")
+    print(flags.replace("smollm2", str(folder)))
