@@ -627,7 +627,7 @@ def safe_vocabulary(logits, min_p):
 # 9. Fast sampling: HF `generate` with a key-value cache that has room
 
 
-STRETCH = 32  # tokens
+STRETCH = 32  # tokens: so often ended responses leave, and the cache has room for as many
 
 
 def generate(model, tokenizer, prompt_ids, prompt_of, settings):

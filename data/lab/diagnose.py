@@ -6,7 +6,8 @@
 
 It samples rollout batches as lopti.py would with the same flags, cuts them into mini-batches (one
 optimizer step each), and takes the gradient of each part of a mini-batch's tokens at the policy
-that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-batches.
+that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-batches. It speaks of a
+first step: a gain need not last (RESULTS.md, R7).
 
 - *Signal* of some tokens: the inner product of their gradient with the whole gradient of another
   mini-batch, the mean over all pairs. That is ⟨∇J, E g⟩, and noise does not count as signal.
