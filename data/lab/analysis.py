@@ -141,11 +141,12 @@ def differences(frame, pairs, outcome, kl="kl"):
 
 
 def comparisons():
-    """The tables of comparisons.txt: name → ({pair of methods: what was expected}, outcomes)."""
+    """The tables of comparisons.txt: name → ({pair of methods: (label, expected)}, outcomes)."""
     found = {}
     for (name, ending, outcomes), (*pair, expected) in rows_of(FOLDER / "comparisons.txt"):
-        pairs, _ = found.setdefault(name, ({}, outcomes.split(", ")))
-        pairs[tuple(f"{method}, {ending}" if ending else method for method in pair)] = expected
+        label = " − ".join(pair) + f" ({ending})" * (ending not in name)
+        pair = tuple(f"{method}, {ending}" if ending else method for method in pair)
+        found.setdefault(name, ({}, outcomes.split(", ")))[0][pair] = label, expected
     return found
 
 
@@ -170,12 +171,12 @@ def comparisons_table(frame, pairs, outcomes, rows_shown=None):
     """A row for each pair, or for the first ones: every outcome with its interval and p by Holm."""
     kl = column_of_kl(frame[frame.method.isin({name for pair in pairs for name in pair})].metrics)
     found = [differences(frame, pairs, outcome, kl) for outcome in outcomes]
-    told, with_kl = any(pairs.values()), EQUAL_KL in " ".join(outcomes)
+    told, with_kl = any(told for _, told in pairs.values()), EQUAL_KL in " ".join(outcomes)
     head = [part for outcome in outcomes for part in (outcome, "p (Holm)")]
     rows = [("difference", *["expected"] * told, "seeds", *head, *[KL_END] * with_kl)]
     for pair in list(found[0])[:rows_shown]:
         seeds = found[0][pair][0].index
-        row = [" − ".join(pair).replace(", new seeds", ""), *[pairs[pair]] * told, f"{len(seeds)}"]
+        row = [pairs[pair][0], *[pairs[pair][1]] * told, f"{len(seeds)}"]
         for of_pairs in found:
             values, mean, half, p = of_pairs.get(pair, ((), 0, 0, 0))
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
