@@ -26,6 +26,11 @@ RESULTS, PLAN = HERE / "results" / "runs.jsonl", HERE / "results" / "plan.txt"
 OF_ALL = "--eval-every 6 --eval-samples 2 --save-every 0"
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
 TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
+OLD_NAMES = {"seeds 5 to 9": "", "more seeds": "", "cut": "truncated", "rate": "learning rate"}
+OLD_NAMES["unit steps, wordy, a quarter as long × √2"] = "wordy, steps of .007071"
+OLD_NAMES["unit steps, wordy, a quarter as long"] = "wordy, steps of .005"
+OLD_NAMES["unit steps, wordy, half as long"] = "wordy, steps of .01"
+OLD_NAMES |= {"unit steps, wordy": "wordy, steps of .02", "unit steps": "steps of .05"}
 
 
 def rows_of(path):
@@ -55,12 +60,12 @@ def planned():
 def shown(method):
     """The name of a method in plan and tables, which some lines of runs.jsonl call otherwise.
 
-    >>> shown("Lopti, seeds 5 to 9"), shown("GRPO, rate × 2"), shown("AR, plain, cut")
-    ('Lopti', 'GRPO, learning rate × 2', 'AR, plain, truncated')
+    >>> shown("Lopti, seeds 5 to 9"), shown("GRPO, rate × 2"), shown("AR, unit steps, wordy")
+    ('Lopti', 'GRPO, learning rate × 2', 'AR, wordy, steps of .02')
     """
-    method = method.removesuffix(", seeds 5 to 9").removesuffix(", more seeds")
-    method = method.replace(", cut", ", truncated")
-    return method.replace(", rate", ", learning rate")
+    for old, new in OLD_NAMES.items():
+        method = method.replace(f", {old}", f", {new}" if new else "")
+    return method
 
 
 def command_of(method, seed, flags, work):
