@@ -93,7 +93,7 @@ def read_lines(path):
 def result_line(method, seed, flags, folder):
     """A finished run in one line: its settings, every step's metrics and every evaluation."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    weights = (Path(config["model"]) / "model.safetensors").read_bytes()
+    weights = (ROOT / config["model"] / "model.safetensors").read_bytes()
     for name in ("name", "output", "resume"):
         del config[name]
     files = [name for name in ("model", "data", "eval_data") if config[name]]
