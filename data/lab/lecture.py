@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import math
 import re
 import sys
 import textwrap
@@ -101,22 +102,16 @@ def cone(pi, norms, vocabulary_size):
 
 def bars(groups, colors, title, ylabel, digits=2):
     """Grouped bars. groups: {group: {bar: value or (value, half of its interval)}}."""
-    _, axis = plt.subplots(figsize=(12, 4.6))
-    names = list(next(iter(groups.values())))
-    for number, name in enumerate(names):
-        pairs = [values[name] for values in groups.values()]
-        pairs = [pair if isinstance(pair, tuple) else (pair, 0) for pair in pairs]
-        values, halves = zip(*pairs)
-        places = [place + 0.8 * (number + 0.5) / len(names) - 0.4 for place in range(len(groups))]
-        look = {"label": name, "color": colors[name], "capsize": 4}
-        errors = halves if any(halves) else None
-        shown = axis.bar(places, values, 0.75 / len(names), yerr=errors, **look)
-        axis.bar_label(shown, fmt=f"{{:.{digits}f}}", fontsize=11, padding=3)
+    pairs = pandas.DataFrame(groups).T.map(lambda x: x if isinstance(x, tuple) else (x, math.nan))
+    values, halves = (pairs.map(lambda pair, part=part: pair[part]) for part in (0, 1))
+    look = {"rot": 0, "width": 0.8, "capsize": 4, "figsize": (12, 4.6), "color": colors}
+    axis = values.plot.bar(yerr=halves, title=title, ylabel=ylabel, **look)
+    for shown in axis.containers:
+        if hasattr(shown, "patches"):  # bars, not their whiskers
+            axis.bar_label(shown, fmt=f"{{:.{digits}f}}", fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
-    axis.set(title=title, ylabel=ylabel)
-    axis.set_xticks(range(len(groups)), groups)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(names))
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(colors))
 
 
 def reweighted_sizes(alpha):
@@ -128,12 +123,7 @@ def reweighted_sizes(alpha):
     axis.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
     axis.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
     axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
-    axis.set(
-        xlabel="π of the token",
-        ylabel="size of its gradient, up to √2",
-        xlim=(0, 1),
-        ylim=(0, 1.05),
-    )
+    axis.set(xlabel="π of the token", ylabel="size of its gradient, up to √2")
     axis.set_title("AR makes the gradients of unlikely tokens smaller")
     axis.legend()
 
