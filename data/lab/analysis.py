@@ -50,7 +50,7 @@ def run_frame(lines):
         if accuracy := metrics.get("accuracy"):
             row |= {EARLY: np.mean(accuracy[1:12]), WHOLE: np.mean(accuracy[1:])}
         if "kl" in metrics:
-            row[KL_END] = metrics["kl"][-1]
+            row[KL_END] = metrics[column_of_kl([metrics])][-1]
         if line.get("evaluations") and line.get("config", {}).get("eval_size") != 1:
             row |= {SAMPLED: held_out(line, "avg@2"), "greedy": held_out(line, "greedy")}
         rows.append(row)
@@ -220,7 +220,9 @@ HEAD = """# All tables of the laboratory
 `python data/lab/analysis.py --write` makes this page from `runs.jsonl`. A difference is *first
 minus second*, by seed; ± is half of a 95 % interval; in brackets, how many seeds are above 0. p is
 corrected by Holm for its column. *By step* is accuracy in training, the mean from step 2 on;
-*sampled accuracy* is on held-out puzzles, the mean of the last two evaluations.
+*sampled accuracy* is on held-out puzzles, the mean of the last two evaluations. *KL at the end* is
+that at sampling; in runs that did not record it the mean over the last update, for *high only* and
+*low only* that of their own tokens alone.
 """
 
 

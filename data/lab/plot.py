@@ -43,8 +43,9 @@ LOOK |= {"figure.constrained_layout.use": True, "legend.frameon": False}
 matplotlib.rcParams.update(LOOK)
 
 BIAS = ", without bias"
+NEW = ", new seeds"
 PICTURES = {  # file → methods
-    "equal_kl": ("GRPO", "Lopti", TWO),
+    "equal_kl": (f"GRPO{NEW}", f"Lopti{NEW}", f"{TWO}{NEW}"),
     "bias": ("GRPO", "AR α = 1", f"AR α = 1{BIAS}"),
 }
 TITLES = {  # by step, at equal KL
@@ -82,6 +83,7 @@ def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
         steps = analysis.WINDOW // 2 + 1 + np.arange(len(curves[0][0]))
         views = {by_step: (steps, [y for _, y in curves])}
         views[by_kl] = (at, [np.interp(at, *curve) for curve in curves])
+        name = name.removesuffix(NEW)
         style = {"color": COLORS[name.removesuffix(BIAS)]}
         style["linestyle"] = "--" if BIAS in name else "-"
         for axis, (x, values) in views.items():
