@@ -51,7 +51,7 @@ def run_frame(lines):
             row |= {EARLY: np.mean(accuracy[1:12]), WHOLE: np.mean(accuracy[1:])}
         if "kl" in metrics:
             row[KL_END] = metrics[column_of_kl([metrics])][-1]
-        if line.get("evaluations") and line.get("config", {}).get("eval_size") != 1:
+        if line.get("evaluations") and line.get("config", {}).get("eval_samples", 2) == 2:
             row |= {SAMPLED: held_out(line, "avg@2"), "greedy": held_out(line, "greedy")}
         rows.append(row)
     columns = ["method", "seed", "metrics", EARLY, WHOLE, SAMPLED, "greedy", KL_END]
