@@ -154,7 +154,7 @@ def main():
             print(f"left out: the runs with {policy}, which is not there")
             todo = [entry for entry in todo if f"--model {policy}" not in entry[2]]
     if not todo:
-        sys.exit(f"{args.results} has all runs; --results my.jsonl makes them anew")
+        return print(f"{args.results} has all runs; --results my.jsonl makes them anew")
     held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
         print(f"python {held_out}")
