@@ -348,8 +348,10 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
 
 
 def micro_batches(indices, lengths, size):
-    """Cut rows into lists of similar length, each of one row or of at most `size` tokens,
-    padding included."""
+    """Cut rows into lists of similar length, each of at most `size` tokens, padding included.
+
+    A row that is longer than that is alone.
+    """
     batches, lengths = [], lengths.tolist()
     for index in sorted(indices, key=lengths.__getitem__):
         if not batches or (len(batches[-1]) + 1) * lengths[index] > size:
