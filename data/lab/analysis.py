@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from experiments import RESULTS, read_lines, rows_of, shown
+from experiments import RESULTS, read_lines, rows_of, shown, with_ending
 from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
@@ -145,7 +145,7 @@ def comparisons():
     found = {}
     for (name, ending, outcomes), (*pair, expected) in rows_of(FOLDER / "comparisons.txt"):
         label = " − ".join(pair) + f" ({ending})" * (ending not in name)
-        pair = tuple(f"{method}, {ending}" if ending else method for method in pair)
+        pair = tuple(with_ending(method, ending) for method in pair)
         found.setdefault(name, ({}, outcomes.split(", ")))[0][pair] = label, expected
     return found
 

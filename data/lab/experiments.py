@@ -47,12 +47,16 @@ def rows_of(path):
             heading = cells
 
 
+def with_ending(name, ending):
+    return f"{name}, {ending}" if ending else name
+
+
 def planned():
     """The runs of plan.txt: (question, method, seed, flags), first seeds first."""
     runs = []
     for (question, ending, common), (name, seeds, flags) in rows_of(PLAN):
         first, _, last = seeds.partition("-")
-        method, flags = f"{name}, {ending}" if ending else name, f"{common} {flags}"
+        method, flags = with_ending(name, ending), f"{common} {flags}"
         runs += [(question, method, seed, flags) for seed in range(int(first), int(last) + 1)]
     return sorted(runs, key=lambda run: run[2])
 
@@ -138,7 +142,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    questions = list(dict.fromkeys(heading[0] for heading, _ in rows_of(PLAN)))
+    questions = dict.fromkeys(question for question, *_ in plan)
     add("--question", choices=questions, help="the runs of this question only")
     add("--jobs", type=int, default=1, help="runs at a time, one thread each")
     add("--work", type=Path, default=ROOT / "runs" / "experiments", help="where run folders go")
@@ -149,12 +153,12 @@ def main():
     done = {(shown(line["method"]), line["seed"]) for line in read_lines(args.results)}
     todo = [entry for question, *entry in plan if args.question in (None, question)]
     todo = [entry for entry in todo if tuple(entry[:2]) not in done]
+    if not todo:
+        return print(f"{args.results} has all runs; --results my.jsonl makes them anew")
     for policy in sorted(set(re.findall(r"--model (\S+)", " ".join(entry[2] for entry in todo)))):
         if not (ROOT / policy).exists():
             print(f"left out: the runs with {policy}, which is not there")
             todo = [entry for entry in todo if f"--model {policy}" not in entry[2]]
-    if not todo:
-        return print(f"{args.results} has all runs; --results my.jsonl makes them anew")
     held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
         print(f"python {held_out}")
