@@ -8,13 +8,18 @@ for all comparisons of a column. ± is half of a 95 % interval, which is not cor
 fewer than two seeds in common is left out, so the tables grow with runs.jsonl.
 """
 
+import itertools
+import math
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from experiments import RESULTS, read_lines, rows_of, shown, with_ending
+import theory
+import torch
+import world
+from experiments import RATES, RESULTS, read_lines, rows_of, with_ending
 from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
@@ -46,7 +51,7 @@ def run_frame(lines):
     rows = []
     for line in lines:
         metrics = line["metrics"]
-        row = {"method": shown(line["method"]), "seed": line["seed"], "metrics": metrics}
+        row = {"method": line["method"], "seed": line["seed"], "metrics": metrics}
         if accuracy := metrics.get("accuracy"):
             row |= {EARLY: np.mean(accuracy[1:12]), WHOLE: np.mean(accuracy[1:])}
         if "kl" in metrics:
@@ -151,20 +156,9 @@ def comparisons():
 
 
 def markdown(rows):
-    """Rows of text, the first of them the head, as an aligned Markdown table."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |"
-        for row in rows
-    )
-
-
-def of_runs(values):
-    """'0.787 ± 0.014', the mean and the standard deviation of runs; the mean alone for one run."""
-    values = values.dropna()
-    deviation = f" ± {values.std():.3f}" if len(values) > 1 else ""
-    return f"{values.mean():.3f}{deviation}" if len(values) else ""
+    """Rows of text, the first of them the head, as a Markdown table."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
 
 
 def comparisons_table(frame, pairs, outcomes, rows_shown=None):
@@ -196,8 +190,71 @@ def methods_table(frame):
     columns = [WHOLE, SAMPLED, "greedy", KL_END]
     rows = [("mean ± standard deviation", "runs", *columns)]
     for method, runs in frame.groupby("method", sort=False):
-        rows.append((method, f"{len(runs)}", *(of_runs(runs[name]) for name in columns)))
+        means, deviations = runs[columns].mean(), runs[columns].std()
+        cells = [f"{x:.3f} ± {y:.3f}" for x, y in zip(means, deviations)]
+        cells = [cell.removesuffix(" ± nan").removeprefix("nan") for cell in cells]
+        rows.append((method, f"{len(runs)}", *cells))
     return markdown(rows)
+
+
+# ---- Designed worlds
+
+VIEWS = ("one rate", "best rate", "equal KL")
+IN_WORLDS = [("Lopti", name) for name in list(world.METHODS)[:3]] + [("Lopti", "reversed Lopti")]
+IN_WORLDS += [("AR, α = .3", "GRPO"), ("AR, α = 1", "GRPO"), ("oracle", "GRPO")]
+IN_WORLDS += [("AR, α = 1, no bias", name) for name in ("GRPO", "AR, α = 1")]
+
+
+def moments(of, *weights):
+    """Signals (M,) and inner products (M, M) of gradients in which a token counts m(π)."""
+    words = world.start_logits(of._replace(wording=1))[-1].softmax(0).double()
+    return theory.world_moments(of, words, weights, of.groups * world.GROUP_SIZE, world.GROUP_SIZE)
+
+
+def predicted_gain(of, name):
+    """Progress for each unit of length, over GRPO's, of a method in a world."""
+    (alpha, eta, *_), other = world.METHODS[name], of
+    if "Lopti" in name and of.optimizer == "unit steps":
+        passes = (lambda pi: (pi < eta).to(pi)), (lambda pi: (pi >= eta).to(pi))
+        signals, products = moments(of, *passes)
+        low, high = products.diagonal().sqrt().tolist()
+        cosine = float(products[0, 1]) / (low * high)
+        return theory.split_gain(float(signals[1] / signals.sum()), math.atan2(high, low), cosine)
+    if name == "oracle":
+        other = of._replace(wording=0)
+    if "no bias" in name:
+        other = of._replace(late=False)  # then V(s) is 0
+    (signal,), ((square,),) = moments(other, lambda pi: 1 - alpha * (1 - pi))
+    (plain,), ((noise,),) = moments(of, torch.ones_like)
+    return float(signal / plain * (noise / square).sqrt())  # 1 of two steps with one AdamW
+
+
+def gain_in_world(rows, name, one, other, view):
+    """Accuracy of one method minus another's, by seed: mean, half of its interval; at the end?
+
+    The last: whether one of them has the lowest or the highest rate of the grid. None if not run.
+    """
+    runs = [row for row in rows if (row["world"], row["view"]) == (name, view)]
+    runs = {row["method"]: row for row in runs}
+    if one in runs:
+        pair, ends = (runs[one], runs[other]), RATES[world.WORLDS[name][0].optimizer][::7]
+        by_seed = [a - b for a, b in zip(*(run["accuracies"] for run in pair))]
+        return *interval(by_seed), any(run["rate"] in ends for run in pair)
+
+
+def worlds_table(rows):
+    """What was predicted in each world, and what was found: `rows` are those of world.jsonl."""
+    table = [("world", "difference of accuracy", "predicted gain", *VIEWS)]
+    for (name, (of, _)), (one, other) in itertools.product(world.WORLDS.items(), IN_WORLDS):
+        found = [gain_in_world(rows, name, one, other, view) for view in VIEWS]
+        if all(found):
+            gain = predicted_gain(of, one) / predicted_gain(of, other)
+            cells = [f"{mean:+.3f} ± {half:.3f}{'°' * at_end}" for mean, half, at_end in found]
+            table.append((name, f"{one} − {other}", f"{gain:.2f}", *cells))
+    return markdown(table)
+
+
+# ---- The pages
 
 
 def tables(lines):
@@ -211,6 +268,7 @@ def tables(lines):
     return {
         **{name: comparisons_table(frame, *table) for name, table in compared.items()},
         "methods": methods_table(run_frame([*untrained, *lines])),
+        "designed worlds": worlds_table(read_lines(RESULTS.with_name("world.jsonl"))),
         "without bias, in short": comparisons_table(frame, *compared["without bias"], rows_shown=5),
     }
 
@@ -222,7 +280,8 @@ minus second*, by seed; ± is half of a 95 % interval; in brackets, how many see
 corrected by Holm for its column. *By step* is accuracy in training, the mean from step 2 on;
 *sampled accuracy* is on held-out puzzles, the mean of the last two evaluations. *KL at the end* is
 that at sampling; in runs that did not record it the mean over the last update, for *high only* and
-*low only* that of their own tokens alone.
+*low only* that of their own tokens alone. In *designed worlds* a difference is one of 20 seeds: at
+one learning rate, each method at its best, at equal KL; °: a rate at an end of the grid.
 """
 
 
@@ -237,7 +296,6 @@ def with_tables(text, made):
 
 def pages(made):
     """The two pages as they should be: path → text."""
-    made = {name: re.sub("-{3,}", "---", re.sub(" +", " ", table)) for name, table in made.items()}
     shown = {name: table for name, table in made.items() if table.count("\n") > 1}  # has rows
     parts = [f"## {name}\n\n{table}\n" for name, table in shown.items() if "in short" not in name]
     results = with_tables(PAGE.read_text(encoding="utf-8"), made)

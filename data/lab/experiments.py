@@ -20,17 +20,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import world
+from tqdm import tqdm
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS, PLAN = HERE / "results" / "runs.jsonl", HERE / "results" / "plan.txt"
 OF_ALL = "--eval-every 6 --eval-samples 2 --save-every 0"
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
 TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
-OLD_NAMES = {"seeds 5 to 9": "", "more seeds": "", "cut": "truncated", "rate": "learning rate"}
-OLD_NAMES["unit steps, wordy, a quarter as long × √2"] = "wordy, steps of .007071"
-OLD_NAMES["unit steps, wordy, a quarter as long"] = "wordy, steps of .005"
-OLD_NAMES["unit steps, wordy, half as long"] = "wordy, steps of .01"
-OLD_NAMES |= {"unit steps, wordy": "wordy, steps of .02", "unit steps": "steps of .05"}
 
 
 def rows_of(path):
@@ -59,17 +57,6 @@ def planned():
         method, flags = with_ending(name, ending), f"{common} {flags}"
         runs += [(question, method, seed, flags) for seed in range(int(first), int(last) + 1)]
     return sorted(runs, key=lambda run: run[2])
-
-
-def shown(method):
-    """The name of a method in plan and tables, which some lines of runs.jsonl call otherwise.
-
-    >>> shown("Lopti, seeds 5 to 9"), shown("GRPO, rate × 2"), shown("AR, unit steps, wordy")
-    ('Lopti', 'GRPO, learning rate × 2', 'AR, wordy, steps of .02')
-    """
-    for old, new in OLD_NAMES.items():
-        method = method.replace(f", {old}", f", {new}" if new else "")
-    return method
 
 
 def command_of(method, seed, flags, work):
@@ -136,6 +123,69 @@ def run(entry, args):
             stream.write(json.dumps(line) + "\n")
 
 
+# ---- Designed worlds: every method of world.py at many rates
+
+QUICK = bool(os.environ.get("LOPTI_QUICK"))
+BLOCK = 0 if QUICK else 3  # names a set of seeds
+TUNING, JUDGED, STEPS = (3, 4, 10) if QUICK else (10, 20, 40)  # seeds that choose a rate; judged
+RATES = {"unit steps": (0.05, 0.12, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0)}
+RATES["one AdamW"] = tuple(rate / 10 for rate in RATES["unit steps"])
+
+
+def at_kl(accuracies, kls, limit):
+    """The accuracy (S,) where the KL first passes the limit, linear between steps, or the last.
+
+    >>> from torch import tensor
+    >>> at_kl(tensor([[0.4], [0.5], [0.9]]), tensor([[0.0], [1.0], [3.0]]), limit=2)
+    tensor([0.7000])
+    """
+    before = ((kls <= limit).long().cumprod(0).sum(0) - 1)[None]  # the last step below it
+    after = (before + 1).clamp(max=len(kls) - 1)
+    low, high = kls.gather(0, before), kls.gather(0, after)
+    share = ((limit - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
+    return accuracies.gather(0, before).lerp(accuracies.gather(0, after), share)[0]
+
+
+def train_methods(name):
+    """Rows: world, method, view, rate, accuracies of judged seeds. Other seeds choose the rate.
+
+    For equal KL four more rates around the best are tried, because it depends on the rate sharply.
+    """
+    of, limit = world.WORLDS[name]
+    rates = RATES[of.optimizer]
+    for method in world.METHODS:
+        if "no bias" in method and not of.late:
+            continue  # the same to the last digit: V(s) is 0
+
+        def run(rate, method=method):  # accuracies (S,): the mean over the steps, and at equal KL
+            accuracies, kls, _ = world.train(of, method, rate, STEPS, TUNING + JUDGED, BLOCK)
+            return accuracies[1:].mean(0), at_kl(accuracies, kls, limit)
+
+        runs = {rate: run(rate) for rate in rates}
+        best = max(rates, key=lambda rate: runs[rate][1][:TUNING].mean())
+        near = [best * 2.5**share for share in (-0.5, -0.25, 0.25, 0.5)]  # 2.5: the grid's spacing
+        runs |= {rate: run(rate) for rate in near}
+        views = {"one rate": (0, rates[2:3]), "best rate": (0, rates), "equal KL": (1, runs)}
+        for view, (at, tried) in views.items():
+            rate = max(tried, key=lambda rate: runs[rate][at][:TUNING].mean())
+            accuracies = runs[rate][at][TUNING:].round(decimals=4).tolist()
+            row = {"world": name, "method": method, "view": view, "rate": round(rate, 4)}
+            yield row | {"accuracies": accuracies}
+
+
+def train_worlds():
+    """Write world.jsonl, with the rows of all worlds; its path."""
+    file = Path("runs/world/world.jsonl") if QUICK else RESULTS.with_name("world.jsonl")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [row for name in tqdm(world.WORLDS, disable=None) for row in train_methods(name)]
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    file.write_text("".join(lines), encoding="utf-8")
+    return file
+
+
+# ---- The command
+
+
 def main():
     plan = planned()
     parser = argparse.ArgumentParser(
@@ -150,7 +200,7 @@ def main():
     add("--list", action="store_true", help="print the commands and stop")
     args = parser.parse_args()
     args.work = args.work.resolve()
-    done = {(shown(line["method"]), line["seed"]) for line in read_lines(args.results)}
+    done = {(line["method"], line["seed"]) for line in read_lines(args.results)}
     todo = [entry for question, *entry in plan if args.question in (None, question)]
     todo = [entry for entry in todo if tuple(entry[:2]) not in done]
     if not todo:

@@ -1,25 +1,15 @@
-"""Draw the laboratory's pictures, or the curves of run folders. Needs matplotlib.
+"""Draw the laboratory's pictures into results/, from its runs: python data/lab/plot.py
 
-    python data/lab/plot.py                                     # into results/
-    python data/lab/plot.py runs/A runs/B                       # plot.png
-    python data/lab/plot.py runs/* --smooth 5 --output my.pdf   # running means over 5 steps
-    python data/lab/plot.py runs/* --measure entropy            # any column of metrics.jsonl
-
-In a notebook: `plot.draw(["runs/A", "runs/B"])`, `plot.draw_two_views(lines, ["GRPO", "AR"])` with
-the lines of results/runs.jsonl.
+In a notebook: `plot.draw_two_views(lines, ["GRPO", "AR"])` with the lines of results/runs.jsonl.
 """
-
-import argparse
-import itertools
-import json
-import sys
-from pathlib import Path
 
 import analysis
 import experiments
 import matplotlib
 import numpy as np
 import pandas as pd
+import torch
+import world
 from experiments import REVERSED, TWO
 from matplotlib.figure import Figure
 
@@ -101,26 +91,6 @@ def draw_two_views(lines, methods, titles=(analysis.WHOLE, analysis.EQUAL_KL)):
     return figure
 
 
-def draw(folders, smooth=1, measure="reward"):
-    """The curves of run folders: lines are training batches, markers held-out puzzles."""
-    figure, axes = canvas(2)
-    for folder, color in zip(map(Path, folders), itertools.cycle(COLORS.values())):
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        metrics = pd.DataFrame(experiments.read_lines(folder / "metrics.jsonl"))
-        label = f"{config['method']}, seed {config['seed']} ({folder.name})"
-        for axis, name in zip(axes, (measure, "accuracy")):
-            values = metrics[name].rolling(smooth, min_periods=1).mean()
-            axis.plot(metrics["step"], values, color=color, label=label)
-            axis.set(title=name, xlabel="training step")
-        sampled = f"avg@{config['eval_samples']}" if config["eval_samples"] else "greedy"
-        for row in experiments.read_lines(folder / "evaluations.jsonl"):
-            values = [measures[sampled][0] for measures in row["table"].values()]
-            axes[1].plot(row["step"], np.mean(values), "o", color=color)
-    axes[1].set_title("accuracy; dots: on held-out prompts")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center")
-    return figure
-
-
 def draw_diagnosis(found, alphas, title):
     """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
     panels = {  # a number: its question, what its entries are
@@ -157,33 +127,53 @@ def draw_gains(rows):
     return figure
 
 
+DRAWN = ("AR, α = 1", "AR, α = .3", "Lopti", "random split", "GRPO, two passes")
+WORLDS = {  # the three of world.py that are drawn
+    "unlikely wording, unit steps": "Unlikely words are noise:\nLopti and AR win",
+    "wording like decisions": "Signal and noise sit alike:\nno gain",
+    "good policy, likely wording": "Unlikely words are signal:\nLopti and AR lose",
+}
+NOTE = """Points: accuracy minus GRPO's at the same distance (KL) from the start, 95 % intervals; \
+scales differ.
+Numbers: the gain over GRPO that was predicted before training; 1 is none. Steps have a fixed \
+length; in the middle AdamW's."""
+
+
+def draw_worlds(rows):
+    """A win, a tie and a loss: where signal and noise sit, what was predicted, what was found."""
+    figure, axes = canvas(3, 7, sharey=True)
+    for axis, (name, title) in zip(axes, WORLDS.items()):
+        (of, _), reach = world.WORLDS[name], 0.0
+        signals, products = analysis.moments(of, torch.ones_like, lambda pi: pi)
+        by_signal, by_noise = signals[1] / signals[0], products[0, 1] / products[0, 0]
+        for height, method in enumerate(DRAWN):
+            mean, half, _ = analysis.gain_in_world(rows, name, method, "GRPO", "equal KL")
+            style = {"color": COLORS["Lopti" if height < 3 else "GRPO"], "capsize": 5}
+            axis.errorbar(mean, height, xerr=half, fmt="o", markersize=10, **style)
+            bound = "≤ " * (height > 2)  # of plain passes and random groups (DESIGN.md)
+            gain = f"{bound}{analysis.predicted_gain(of, method):.2f}"
+            place = axis.get_yaxis_transform()
+            axis.text(0.99, height, gain, ha="right", va="center", transform=place)
+            reach = max(reach, 1.9 * (abs(mean) + half))
+        axis.text(0.99, 4.35, "predicted", ha="right", va="center", transform=place)
+        axis.axvline(0, color="black", linewidth=1.5)
+        axis.set(xlim=(-reach, reach), ylim=(-0.5, 4.7), xlabel="accuracy minus GRPO's")
+        axis.set_title(f"{title}\nmean π: signal {by_signal:.2f}, noise {by_noise:.2f}")
+        axis.set_yticks(range(len(DRAWN)), DRAWN)
+        axis.locator_params(axis="x", nbins=5)
+    figure.supxlabel(NOTE, fontsize=14, ha="left", x=0.01)
+    return figure
+
+
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("folders", nargs="*", type=Path, metavar="runs/NAME", help="run folders")
-    add("--output", type=Path, default="plot.png", help="where the picture of run folders goes")
-    add("--smooth", type=int, default=1, help="draw running means over so many steps")
-    add("--measure", default="reward", help="what is drawn beside the accuracy")
-    args = parser.parse_args()
-    if args.folders:
-        try:
-            pictures = {args.output: draw(args.folders, args.smooth, args.measure)}
-        except (OSError, KeyError) as error:
-            sys.exit(f"plot.py: {error}")
-    else:
-        lines = experiments.read_lines(experiments.RESULTS)
-        pictures = {
-            analysis.FOLDER / f"{name}.png": draw_two_views(lines, methods, TITLES[name])
-            for name, methods in PICTURES.items()
-        }
-        gains = experiments.read_lines(analysis.FOLDER / "world_gain.jsonl")
-        pictures[analysis.FOLDER / "world_gain.png"] = draw_gains(gains)
-    for path, figure in pictures.items():
-        if figure:  # there are runs for it
-            figure.savefig(path)
-            print(f"wrote {path}")
+    lines = experiments.read_lines(experiments.RESULTS)
+    made = {
+        name: draw_two_views(lines, methods, TITLES[name]) for name, methods in PICTURES.items()
+    }
+    for name, draw in (("world", draw_worlds), ("world_gain", draw_gains)):
+        made[name] = draw(experiments.read_lines(analysis.FOLDER / f"{name}.jsonl"))
+    for name, figure in made.items():
+        figure.savefig(analysis.FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":

