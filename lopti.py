@@ -603,8 +603,10 @@ def bias_correction(logits, advantages, alpha, eta, stage="all"):
         E[m Â ∇log π] = Σ_a m·(Q - V)·∇π(a) + V·∇Σ_a m·π(a),    Q = E[Â | s, a],  V = E[Â | s]
 
     The last part is the bias. Eq. 4's sharpens the policy where V > 0 and flattens it where V < 0,
-    whatever the tokens have to do with the reward. Ours, not the paper's. logits (M, V); Â before
-    Eq. 4 (M,). m is held fixed and goes by the current π instead of π_old; nothing is clipped.
+    whatever the tokens have to do with the reward; those of Lopti's two passes are opposite (α =
+    0). m = 1 and a weight of prefixes (80/20) have none. Ours, not the paper's. logits (M, V); Â
+    before Eq. 4 (M,). m is held fixed and goes by the current π instead of π_old; nothing is
+    clipped.
 
     >>> bias_correction(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([1.0]), alpha=1.0, eta=0.0)
     tensor(0.6800)
@@ -997,6 +999,18 @@ def choose_device(name):
     return place.device
 
 
+def prepare(args):
+    """The model on its device, its tokenizer, training and evaluation rows, all checked."""
+    device = choose_device(args.device)
+    if args.dtype == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
+        args.dtype = "bfloat16" if fast else "float32"
+    policy, tokenizer = load_model(args.model, device)
+    train_rows, eval_rows = load_data(args, tokenizer)
+    check_model(policy, tokenizer, train_rows + eval_rows, args)
+    return policy, tokenizer, train_rows, eval_rows
+
+
 def make_reference(policy, args):
     """π_ref, the policy as it starts, without gradients; None where β = 0.
 
@@ -1192,13 +1206,7 @@ def show_responses(rows, answers, count):
 def run_command(args):
     """Evaluate, train, evaluate, save, and print the table."""
     started, difficulty_name = time.time(), TASKS[args.task].difficulty
-    device = choose_device(args.device)
-    if args.dtype == "auto":
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
-        args.dtype = "bfloat16" if fast else "float32"
-    policy, tokenizer = load_model(args.model, device)
-    train_rows, eval_rows = load_data(args, tokenizer)
-    check_model(policy, tokenizer, train_rows + eval_rows, args)
+    policy, tokenizer, train_rows, eval_rows = prepare(args)
     if args.eval_only:
         table, answers = evaluate(policy, tokenizer, eval_rows, args)
         show_responses(eval_rows, answers, args.show)
@@ -1210,7 +1218,8 @@ def run_command(args):
     with suppress(ValueError):  # of any thread but the main one
         for asking in (signal.SIGINT, signal.SIGTERM):
             signal.signal(asking, run.ask_to_stop)
-    print(f"{method_name(args)} on {device}, steps {run.step + 1} to {args.steps}, {run.folder}")
+    steps = f"steps {run.step + 1} to {args.steps}"
+    print(f"{method_name(args)} on {policy.device}, {steps}, {run.folder}")
     train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
     if args.save_every:
         run.save_checkpoint()

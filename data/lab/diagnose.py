@@ -41,7 +41,7 @@ from scipy import stats
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from variants import wording
+from variants import updated_copy, wording
 
 import lopti
 
@@ -207,6 +207,7 @@ def moves(policy, batch, args, norm):
     args = changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
     rate = args.learning_rate * policy.num_parameters() ** 0.5 / norm
     pi, every, sizes = batch.old_logprobs.exp(), batch.mask, []
+    descent = lambda model, _: torch.optim.SGD(model.parameters(), lr=rate)
     likely = every & (pi >= EDGES[3])
 
     def probabilities(model):  # of a small model in float64: likely tokens move by very little
@@ -216,9 +217,7 @@ def moves(policy, batch, args, norm):
 
     before = probabilities(policy)
     for tokens in (every, every & (pi < EDGES[1]), likely):
-        trained = copy.deepcopy(policy)
-        optimizer = torch.optim.SGD(trained.parameters(), lr=rate)
-        lopti.update(trained, optimizer, batch, tokens, args)
+        trained = updated_copy(policy, batch, [tokens], args, descent)
         sizes.append(float((probabilities(trained) - before)[likely].abs().mean()))
     return np.array(sizes)
 
@@ -461,13 +460,7 @@ def main(argv=None):
     args.alpha, args.eta = args.alpha or 0.3, args.eta or 0.5  # the paper's
     if os.environ.get("LOPTI_QUICK"):
         options.batches, args.prompts_per_step = min(options.batches, 6), 4
-    device = lopti.choose_device(args.device)
-    if args.dtype == "auto":
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
-        args.dtype = "bfloat16" if fast else "float32"
-    policy, tokenizer = lopti.load_model(args.model, device)
-    rows, held_out = lopti.load_data(args, tokenizer)
-    lopti.check_model(policy, tokenizer, rows + held_out, args)
+    policy, tokenizer, rows, _ = lopti.prepare(args)
     found, text = measure(policy, tokenizer, rows, options.batches, args)
     print(f"{text}, {time.process_time() - started:.0f} s of processor time\n")
     print(page(found, args))

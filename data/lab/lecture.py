@@ -1,6 +1,5 @@
 """The pictures of notebook.ipynb, so that its cells stay short."""
 
-import copy
 import inspect
 import json
 import math
@@ -17,11 +16,10 @@ from matplotlib.colors import LinearSegmentedColormap
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-from analysis import interval
 from experiments import REVERSED, TWO
 from plot import COLORS
 from theory import logit_gradient_bounds
-from variants import random_split
+from variants import random_split, updated_copy
 
 import lopti
 
@@ -114,20 +112,6 @@ def bars(groups, colors, title, ylabel, digits=2):
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(colors))
 
 
-def reweighted_sizes(alpha):
-    """The gradient of a token with |Â| = 1 by its π, before and after AR."""
-    _, axis = plt.subplots(figsize=(9, 4.2))
-    pi = torch.linspace(0.001, 1, 400)
-    before = 1 - pi  # up to a factor between 1 and √2
-    after = lopti.reweight_advantages(before, pi.log(), alpha)
-    axis.fill_between(pi, after, before, color=COLORS["AR"], alpha=0.3)
-    axis.plot(pi, after, color=COLORS["AR"], label=f"AR, α = {alpha}")
-    axis.plot(pi, before, color=COLORS["GRPO"], label="GRPO: 1 − π")
-    axis.set(xlabel="π of the token", ylabel="size of its gradient, up to √2")
-    axis.set_title("AR makes the gradients of unlikely tokens smaller")
-    axis.legend()
-
-
 def treatments(old_logprobs, mask, eta=0.5):
     """What each optimizer step updates: name → masks (B, L), one for each step."""
     low, high = lopti.split_tokens(old_logprobs, mask, eta)
@@ -137,9 +121,7 @@ def treatments(old_logprobs, mask, eta=0.5):
 
 def one_update(policy, rollout, stages, args, make_optimizer=lopti.make_optimizer):
     """What an update changes: the weights (P,), and log π of every token (B, L)."""
-    optimizer = make_optimizer(trained := copy.deepcopy(policy), args)
-    for tokens in stages:
-        lopti.update(trained, optimizer, rollout, tokens, args)
+    trained = updated_copy(policy, rollout, stages, args, make_optimizer)
     pairs = zip(trained.parameters(), policy.parameters())
     change = torch.cat([(new - old).detach().flatten() for new, old in pairs])
     return change, lopti.score(trained, rollout, args)[0] - rollout.old_logprobs
@@ -152,50 +134,25 @@ def clip_cases():
     """For which ratios a token has a gradient, by the sign of its Â: by `lopti.policy_loss`."""
     ratio, old = torch.logspace(-0.6, 1.2, 2000)[None], torch.zeros(1, 2000)
     _, axis = plt.subplots(figsize=(12, 3))
-    cases = ((-1.0, "pushed down", 3), (1.0, "pushed up", 0.5))
-    for place, (advantage, text, middle) in enumerate(cases):
+    for place, advantage in enumerate((-1.0, 1.0)):
         logprobs = ratio.log().requires_grad_()
         loss, _ = lopti.policy_loss(logprobs, old, old + advantage, old == 0)
         (slope,) = torch.autograd.grad(loss, logprobs)
-        inside = ratio[slope != 0]
-        axis.fill_between(ratio[0], place - 0.3, place + 0.3, color="#DDDDDD")
-        axis.fill_between(inside, place - 0.3, place + 0.3, color=COLORS["GRPO"])
-        axis.text(middle, place, text, color="white", ha="center", va="center")
-    axis.axvline(1, color="white", linewidth=2, linestyle=":")
+        for color, inside in (("#DDDDDD", slope[0] == 0), (COLORS["GRPO"], slope[0] != 0)):
+            axis.fill_between(ratio[0], place - 0.3, place + 0.3, where=inside, color=color)
     axis.set(xscale="log", xlabel="ratio r = π_θ / π_old", title="Dark: a gradient. Light: none")
-    axis.set_xticks([0.8, 1, 1.24, 10], [".80", "1", "1.24", "10"], minor=False)
-    axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
-    axis.set_yticks([0, 1], ["Â < 0", "Â > 0"])
+    axis.set_xticks([0.8, 1, 1.24, 10], [".80", "1", "1.24", "10"])
+    axis.set_xticks([], minor=True)
+    axis.set_yticks([0, 1], ["Â < 0, pushed down", "Â > 0, pushed up"])
 
 
 def curves(lines, title, xlabel, ylabel):
-    """Lines by name: {name: (values, style of plot)}."""
+    """Lines by name: {name: (x, y, style of plot)}."""
     _, axis = plt.subplots(figsize=(11, 4.6))
-    for name, (values, style) in lines.items():
-        axis.plot(range(1, len(values) + 1), values, label=name, **style)
+    for name, (x, y, style) in lines.items():
+        axis.plot(x, y, label=name, **style)
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-
-
-def recorded_curves(runs, methods):
-    """Accuracy in training beside GRPO's: means of four steps, over the same five seeds."""
-    figure, axes = plt.subplots(1, len(methods), figsize=(15, 4.4), sharey=True)
-    accuracy = {(run["method"], run["seed"]): run["metrics"].get("accuracy") for run in runs}
-    for axis, method in zip(axes, methods):
-        for name in ("GRPO", method):
-            table = torch.tensor([accuracy[name, seed] for seed in range(5)])  # (seeds, steps)
-            means = table.unflatten(1, (-1, 4)).mean(2).T.tolist()  # (blocks, seeds)
-            middle, half = torch.tensor([interval(values) for values in means]).T
-            steps = [4 * number + 2.5 for number in range(len(means))]
-            axis.plot(steps, middle, "o-", color=COLORS[name], markersize=5)
-            axis.fill_between(steps, middle - half, middle + half, color=COLORS[name], alpha=0.25)
-        axis.set_title(method, color=COLORS[method])
-        axis.set(xlabel="training step", xlim=(0, 25))
-        axis.yaxis.set_major_formatter("{x:.0%}")
-    axes[0].set_ylabel("right answers")
-    text = "Five methods beside GRPO (grey): means of 5 seeds and 4 steps, with 95 % intervals"
-    figure.suptitle(text, x=0.01, ha="left")
 
 
 def compare(port):

@@ -9,15 +9,7 @@ import torch
 
 
 def gradient_weight(
-    logprobs,
-    old_logprobs,
-    advantages,
-    *,
-    ref_logprobs=None,
-    clip_low=0.2,
-    clip_high=0.24,
-    clip_dual=10.0,
-    kl_coef=0.001,
+    logprobs, old_logprobs, advantages, ref_logprobs, clip_low, clip_high, clip_dual, kl_coef
 ):
     """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, L) → (B, L)
 
@@ -30,11 +22,9 @@ def gradient_weight(
     too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
     trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
     weight = ratio * advantages * trusted
-    if ref_logprobs is not None and kl_coef:
-        difference = ref_logprobs - logprobs
-        inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
-        weight = weight + kl_coef * (difference.exp() - 1) * inside
-    return weight
+    difference = ref_logprobs - logprobs
+    inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
+    return weight + kl_coef * (difference.exp() - 1) * inside
 
 
 def logit_gradient_norm(logits, ids):
@@ -70,22 +60,18 @@ def unit_progress(probabilities, signals, energies, alpha=0.0):
     return (signals * weights).sum() / (energies * weights**2).sum() ** 0.5
 
 
-def reweighting_criterion(probabilities, signals, energies, bias=0.0, noise=0.0):
+def reweighting_criterion(probabilities, signals, energies):
     """The derivative of log `unit_progress` at α = 0: E_s[π] - E_v[π]. AR gains if it is positive.
 
     E_s and E_v are means weighted by signal and by energy. It decides for small α. If no signal is
     negative, a criterion ≤ 0 means no gain at any α, and one > 0 a gain up to
     α = 2(E_s[π] - E_v[π]) / (E_v[(1-π)²] - (1-E_s[π])²), beyond which AR loses.
 
-    Without the bias of the weight (`weight_bias`) it is E_s[π] - bias/Σs - E_v[π] + noise/Σv with
-    bias = Σ_states V·⟨∇J, ½∇Σπ²⟩ and noise = Σ_states ⟨E[Â²∇log π | state], ½∇Σπ²⟩, ∇J and the
-    energies as above. The noise is 0 where Â² does not depend on the token.
-
     >>> reweighting_criterion(*torch.tensor([[0.9, 0.1], [1.0, 0.0], [1.0, 1.0]]))
     tensor(0.4000)
     """
-    by_signal = ((signals * probabilities).sum() - bias) / signals.sum()
-    return by_signal - ((energies * probabilities).sum() - noise) / energies.sum()
+    by_signal = (signals * probabilities).sum() / signals.sum()
+    return by_signal - (energies * probabilities).sum() / energies.sum()
 
 
 def world_moments(world, words, weights, responses, group_size):
@@ -150,21 +136,6 @@ def split_threshold(phi, cosine=0.0):
     return (1 - at_0) / (at_1 - at_0)  # the gain is linear in σ
 
 
-def expected_lead(gain, rise, time, steps, plain=1.0):
-    """By how much a lasting gain leads GRPO in accuracy, the mean over steps 2 to `steps`.
-
-        mean over t = 1 … steps-1 of a(gain·t) - a(plain·t),   a(t) = a_0 + rise·(1 - e^(-t/time))
-
-    After t updates a method whose every update makes `gain` times the progress stands where GRPO
-    stands after gain·t. a is GRPO's curve; `plain` is how much longer the other method's steps are.
-
-    >>> round(expected_lead(gain=1.58, rise=0.148, time=6.9, steps=32), 3)
-    0.012
-    """
-    t = torch.arange(1, steps) / time
-    return float(rise * ((-plain * t).exp() - (-gain * t).exp()).mean())
-
-
 def adam_drift(*stages):
     """The mean step per batch of one AdamW that alternates between stages; in learning rates.
 
@@ -182,31 +153,3 @@ def adam_drift(*stages):
     """
     squares = sum((stage**2).mean(0) for stage in stages) / len(stages)
     return sum(stage.mean(0) for stage in stages) / squares**0.5
-
-
-def expected_gradient(logits, factors):
-    """Σ_a f(a)·∇π(a) = π∘(f - Σ_a f(a)π(a)) at the logits of one state: (..., V), (..., V).
-
-    f held fixed. f = mQ is E[m Â ∇log π | s], Q(s, a) = E[Â | s, a]; f = m(Q-V) its signal alone.
-
-    >>> expected_gradient(torch.zeros(2), torch.tensor([1.0, 0.0]))
-    tensor([ 0.2500, -0.2500])
-    """
-    probabilities = logits.softmax(-1)
-    return probabilities * (factors - (factors * probabilities).sum(-1, keepdim=True))
-
-
-def weight_bias(logits, weights, value):
-    """V(s)·∇Σ_a m(a)π(a): what weights m add to the signal. (..., V), (..., V), (...) → (..., V)
-
-        E[m Â ∇log π | s] = Σ_a m(a)(Q-V)∇π(a) + V(s)·∇Σ_a m(a)π(a),   V(s) = E[Â | s]
-
-    m goes by π_old: AR's 1 - α(1-π), a pass's 1[π < η]. AR's is α·V·∇½Σπ²: it sharpens the policy
-    where V > 0 and flattens it where V < 0. Lopti's passes have opposite ones (α = 0). m = 1, or a
-    weight of states (80/20), has none. It is noise too: T tokens from one state add T²·Â²‖∇Σmπ‖² to
-    the energy, also if V = 0. Exact for any θ without the clip, if π_old sampled and m goes by it.
-
-    >>> weight_bias(torch.tensor([0.8, 0.2]).log(), torch.tensor([0.8, 0.2]), torch.tensor(1.0))
-    tensor([ 0.0960, -0.0960])
-    """
-    return value[..., None] * expected_gradient(logits, weights)

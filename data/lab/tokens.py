@@ -14,7 +14,6 @@ given; --show says how many prompts. An optimizer step takes the whole batch. Al
 """
 
 import argparse
-import copy
 import json
 import shlex
 import sys
@@ -29,9 +28,9 @@ sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
 import diagnose
 import theory
 import torch
+from variants import updated_copy
 
 import lopti
-import rewards
 
 DEFAULTS = {"alpha": 0.3, "eta": 0.5, "top_entropy": 0.2, "show": 3}
 SHOWN = (*DEFAULTS, "group_size", "temperature", "learning_rate")
@@ -62,27 +61,24 @@ def at_the_logits(policy, rollout, args):
 
 
 def after_updates(policy, rollout, args):
-    """Δ log π after each step of each method: {name: (B, L)}.
-
-    Each method updates its own copy of the policy, on the whole rollout, with a new optimizer.
-    """
-    before, every, changes = rollout.old_logprobs, rollout.mask, {}
+    """Δ log π after each step of each method: {name: (B, L)}, by `variants.updated_copy`."""
+    before, every = rollout.old_logprobs, rollout.mask
     low, high = lopti.split_tokens(before, every, args.eta)
-    methods = (  # α, and the tokens of each step
-        (0, {"grpo": every, "two_passes": every}),
-        (args.alpha, {"ar": every}),
-        (0, {"lopti_low": low, "lopti": high}),
-        (0, {"reversed_high": high, "reversed": low}),
-    )
-    for alpha, steps in methods:
-        trained = copy.deepcopy(policy)
-        optimizer = lopti.make_optimizer(trained, args)
-        weighted = lopti.reweight_advantages(rollout.advantages, before, alpha)
-        batch = diagnose.changed(rollout, advantages=weighted)
-        for name, tokens in steps.items():
-            lopti.update(trained, optimizer, batch, tokens, args)
-            changes[name] = lopti.score(trained, rollout, args)[0] - before
-    return changes
+    weighted = lopti.reweight_advantages(rollout.advantages, before, args.alpha)
+    reweighted = diagnose.changed(rollout, advantages=weighted)
+    methods = {
+        "grpo": (rollout, [every]),
+        "two_passes": (rollout, [every, every]),
+        "ar": (reweighted, [every]),
+        "lopti_low": (rollout, [low]),
+        "lopti": (rollout, [low, high]),
+        "reversed_high": (rollout, [high]),
+        "reversed": (rollout, [high, low]),
+    }
+    return {
+        name: lopti.score(updated_copy(policy, *updates, args), rollout, args)[0] - before
+        for name, updates in methods.items()
+    }
 
 
 def short(value):
@@ -208,13 +204,17 @@ def picture(data):
     return Template(whole).substitute(shares, **places, drawn="".join(drawn))
 
 
-def write_page(args, options, command):
-    device = lopti.choose_device(args.device)
-    policy, tokenizer = lopti.load_model(args.model, device)
-    source = args.data or lopti.HERE / "data" / f"{args.task}_train.jsonl"
-    rows = rewards.load_rows(source, args, tokenizer)
-    lopti.check_model(policy, tokenizer, rows, args)
+def main(argv=None):
+    look = argparse.RawDescriptionHelpFormatter
+    parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG of its first answer")
+    options, flags = parser.parse_known_args(argv)
+    args = lopti.parse_arguments([*flags, "--dtype", "float32"])
+    vars(args).update({name: vars(args)[name] or value for name, value in DEFAULTS.items()})
+    policy, tokenizer, rows, _ = lopti.prepare(args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
+    command = shlex.join(["python", "data/lab/tokens.py", *flags])
     model = args.model.removeprefix(f"{lopti.HERE}/")
     data = {"model": model, "command": command, **page_data(policy, tokenizer, batch, args)}
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
@@ -224,17 +224,6 @@ def write_page(args, options, command):
     if options.picture:
         options.picture.write_text(picture(data), encoding="utf-8")
     print(f"{options.out}: {len(data['prompts'])} prompts, {len(page.encode()) / 1000:.0f} KB")
-
-
-def main(argv=None):
-    look = argparse.RawDescriptionHelpFormatter
-    parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG of its first answer")
-    options, flags = parser.parse_known_args(argv)
-    args = lopti.parse_arguments([*flags, "--dtype", "float32"])
-    vars(args).update({name: vars(args)[name] or value for name, value in DEFAULTS.items()})
-    write_page(args, options, shlex.join(["python", "data/lab/tokens.py", *flags]))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ python data/lab/variants.py --variant unit-steps --learning-rate 0.05   # gradie
 """
 
 import argparse
+import copy
 import sys
 from pathlib import Path
 
@@ -37,6 +38,14 @@ def random_split(old_logprobs, mask, eta):
     drawn = of_tokens[torch.randperm(len(of_tokens))]
     first = torch.zeros_like(mask).masked_scatter(mask, drawn)
     return first, mask & ~first
+
+
+def updated_copy(policy, rollout, stages, args, make_optimizer=make_optimizer):
+    """A copy of the policy after an update on the tokens of each stage, with one new optimizer."""
+    optimizer = make_optimizer(trained := copy.deepcopy(policy), args)
+    for tokens in stages:
+        update(trained, optimizer, rollout, tokens, args)
+    return trained
 
 
 def adamw_without_momentum(policy, args):
