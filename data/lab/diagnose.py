@@ -183,8 +183,7 @@ def gradients(policy, batch, words, args, exact=True):
         pieces = torch.stack([(pi >= low) & (pi < high) for low, high in pieces_of(args.eta)])
         losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
         losses += [lopti.bias_correction(logits, advantages, alpha=1.0, eta=0.0)]
-        if words.any():
-            losses += [terms[words[micro_batch, : tokens.shape[1]][tokens]].sum()]
+        losses += [terms[words[micro_batch, : tokens.shape[1]][tokens]].sum()]
         energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
@@ -193,8 +192,6 @@ def gradients(policy, batch, words, args, exact=True):
             found = stored(list(zip(names, found)), exact)
             rows[number] = [sum(pair) for pair in zip(rows.get(number, (0.0, 0.0)), found)]
     vectors, entries = (torch.stack(parts) for parts in zip(*rows.values()))
-    if not words.any():
-        vectors, entries = (torch.cat([part, 0 * part[:1]]) for part in (vectors, entries))
     return vectors, entries, at_logits.cpu().numpy()
 
 

@@ -20,6 +20,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import world
 from tqdm import tqdm
 
@@ -132,20 +133,6 @@ RATES = {"unit steps": (0.05, 0.12, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0)}
 RATES["one AdamW"] = tuple(rate / 10 for rate in RATES["unit steps"])
 
 
-def at_kl(accuracies, kls, limit):
-    """The accuracy (S,) where the KL first passes the limit, linear between steps, or the last.
-
-    >>> from torch import tensor
-    >>> at_kl(tensor([[0.4], [0.5], [0.9]]), tensor([[0.0], [1.0], [3.0]]), limit=2)
-    tensor([0.7000])
-    """
-    before = ((kls <= limit).long().cumprod(0).sum(0) - 1)[None]  # the last step below it
-    after = (before + 1).clamp(max=len(kls) - 1)
-    low, high = kls.gather(0, before), kls.gather(0, after)
-    share = ((limit - low) / (high - low).clamp(min=1e-12)).clamp(0, 1)
-    return accuracies.gather(0, before).lerp(accuracies.gather(0, after), share)[0]
-
-
 def train_methods(name):
     """Rows: world, method, view, rate, accuracies of judged seeds. Other seeds choose the rate.
 
@@ -159,7 +146,9 @@ def train_methods(name):
 
         def run(rate, method=method):  # accuracies (S,): the mean over the steps, and at equal KL
             accuracies, kls, _ = world.train(of, method, rate, STEPS, TUNING + JUDGED, BLOCK)
-            return accuracies[1:].mean(0), at_kl(accuracies, kls, limit)
+            kls = np.maximum.accumulate(kls)  # where a KL first passes the limit, or at the end
+            at_limit = [np.interp(limit, *seed) for seed in zip(kls.T, accuracies.T)]
+            return accuracies[1:].mean(0), np.array(at_limit)
 
         runs = {rate: run(rate) for rate in rates}
         best = max(rates, key=lambda rate: runs[rate][1][:TUNING].mean())
@@ -168,9 +157,8 @@ def train_methods(name):
         views = {"one rate": (0, rates[2:3]), "best rate": (0, rates), "equal KL": (1, runs)}
         for view, (at, tried) in views.items():
             rate = max(tried, key=lambda rate: runs[rate][at][:TUNING].mean())
-            accuracies = runs[rate][at][TUNING:].round(decimals=4).tolist()
             row = {"world": name, "method": method, "view": view, "rate": round(rate, 4)}
-            yield row | {"accuracies": accuracies}
+            yield row | {"accuracies": runs[rate][at][TUNING:].round(4).tolist()}
 
 
 def train_worlds():

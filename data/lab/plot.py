@@ -86,18 +86,17 @@ def draw_two_views(lines, methods, titles):
 
 def draw_diagnosis(found, alphas, title):
     """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
+    bins, gains = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75"), [f"α = {x:g}" for x in alphas]
     panels = {  # a number: its question, what its entries are
-        "‖gradient‖ (of all tokens: 1)": ("Does it have the problem?", ("π<.25", "", "", "π≥.75")),
-        "gain in %, measured": ("Would AR help?", [f"α={alpha:g}" for alpha in alphas]),
+        "‖gradient‖ (of all tokens: 1)": ("Does it have the problem?", bins),
+        "gain in %, measured": ("Would AR help?", gains),
         "an optimizer for each pass": ("Would Lopti help?", ("gain in %, predicted", "measured")),
     }
     figure, axes = canvas(3)
     for axis, (name, (question, entries)) in zip(axes, panels.items()):
-        axis.errorbar(range(len(entries)), *found[name], fmt="o", capsize=4)
+        axis.errorbar(entries, *found[name], fmt="o", capsize=4)
         axis.axhline(0, color="black", linewidth=1)
-        axis.margins(x=0.3)
-        axis.set_xticks(range(len(entries)), entries)
-        axis.set(title=question, ylabel=name)
+        axis.set(title=question, ylabel=name, xmargin=0.3)
     figure.suptitle(title)
     return figure
 
@@ -134,7 +133,7 @@ def draw_worlds(rows):
         signals, products = analysis.moments(of, torch.ones_like, lambda pi: pi)
         by_signal, by_noise = signals[1] / signals[0], products[0, 1] / products[0, 0]
         for height, method in enumerate(DRAWN):
-            mean, half, _ = analysis.gain_in_world(rows, name, method, "GRPO", "equal KL")
+            mean, half, _ = analysis.gain_in_world(rows, name, "equal KL", method)
             style = {"color": COLORS["Lopti" if height < 3 else "GRPO"], "capsize": 5}
             axis.errorbar(mean, height, xerr=half, fmt="o", markersize=10, **style)
             bound = "≤ " * (height > 2)  # of plain passes and random groups (DESIGN.md)

@@ -82,20 +82,14 @@ def after_updates(policy, rollout, args):
 
 
 def short(value):
-    """A number as the page writes it, with four digits.
-
-    >>> [short(value) for value in (2 / 3, 1.0)]
-    [0.6667, 1]
-    """
-    number = float(f"{value:.4g}")
-    return int(number) if number.is_integer() else number
+    return float(f"{value:.4g}")
 
 
 def percent(sizes, part):
     """The absolute sizes in a part of the tokens, in % of all: two (B, L) → a number.
 
     >>> percent(torch.tensor([[3.0, -1.0]]), torch.tensor([[False, True]]))
-    25
+    25.0
     """
     sizes = sizes.float().abs()
     return short(100 * (sizes * part).sum() / sizes.sum().clamp(min=1e-30))

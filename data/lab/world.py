@@ -95,7 +95,7 @@ def measure(world, logits):
 
 
 def train(world, name, rate, steps, seeds, block):
-    """Accuracies and KLs (steps + 1, S), parameters (S, P). `block` names a set of seeds."""
+    """Accuracies, KLs (steps + 1, S), parameters (S, P): arrays. `block` names a set of seeds."""
     (alpha, eta, order, passes), start = METHODS[name], start_logits(world)
     split = random_split if name == "random split" else lopti.split_tokens
     torch.manual_seed(block)  # for the random split
@@ -135,7 +135,7 @@ def train(world, name, rate, steps, seeds, block):
                 theta.grad = torch.nn.functional.normalize(theta.grad)
             optimizer.step()
         history.append(measure(world, logits_now()))
-    return *(torch.stack(values) for values in zip(*history)), theta.detach()
+    return *(torch.stack(values).numpy() for values in zip(*history)), theta.detach().numpy()
 
 
 if __name__ == "__main__":
