@@ -251,6 +251,20 @@ PUBLISHED = [
 ]
 
 
+def gradient_weight(
+    logprobs, old_logprobs, advantages, ref_logprobs, clip_low, clip_high, clip_dual, kl_coef
+):
+    """w of Eq. 2, r·Â·1[trust] + β·π_ref/π_θ - β: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ.
+
+    1[trust] is 0 where a clip takes the constant branch, the KL part outside kl_estimate's clamps.
+    """
+    ratio, difference = (logprobs - old_logprobs).exp(), ref_logprobs - logprobs
+    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
+    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
+    inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
+    return ratio * advantages * trusted + kl_coef * (difference.exp() - 1) * inside
+
+
 @pytest.mark.parametrize("case", GOLDEN["cases"] + PUBLISHED)
 def test_golden_numbers(case):
     """Advantages, split, loss and gradient of all tokens and of both stages, to 1e-9; and Eq. 2."""
@@ -270,7 +284,7 @@ def test_golden_numbers(case):
     assert torch.equal(low, tensor_of(case["low"]).bool() & mask)
     settings = {name: case[name] for name in ("clip_low", "clip_high", "clip_dual", "kl_coef")}
     settings["ref_logprobs"] = ref
-    weight = theory.gradient_weight(new, old, advantages, **settings)
+    weight = gradient_weight(new, old, advantages, **settings)
     for stage, tokens in (("joint", mask), ("low_stage", low), ("high_stage", high)):
         expected, logprobs = case[stage], new.clone().requires_grad_()
         settings["tokens"] = tokens

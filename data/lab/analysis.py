@@ -137,9 +137,8 @@ def differences(frame, pairs, outcome, kl="kl"):
     found = {pair: values for pair, values in found.items() if len(values) > 1}
     p_values = [stats.ttest_1samp(values, 0).pvalue for values in found.values()]
     p_values = holm(np.nan_to_num(p_values, nan=1.0))  # NaN: all differences are 0
-    return {
-        pair: (values, *interval(values), p) for (pair, values), p in zip(found.items(), p_values)
-    }
+    with_p = zip(found.items(), p_values)
+    return {pair: (values, *interval(values), p) for (pair, values), p in with_p}
 
 
 # ---- Tables
@@ -176,9 +175,8 @@ def comparisons_table(frame, pairs, outcomes, rows_shown=None):
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
             row += [text, f"{p:.3f}" if p >= 0.0005 else "< 0.001"] if len(values) else ["", ""]
         if with_kl:
-            sides = [
-                frame[(frame.method == name) & frame.seed.isin(seeds)].metrics for name in pair
-            ]
+            shared = frame[frame.seed.isin(seeds)]
+            sides = (shared[shared.method == name].metrics for name in pair)
             ends = [np.mean([metrics[kl][-1] for metrics in side]) for side in sides]
             row.append(" and ".join(f"{end:.3f}" for end in ends))
         rows.append(row)

@@ -327,11 +327,9 @@ def adam_statistics(entries, args, used):
         steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
         found = found + torch.stack([steps.norm(dim=1), steps @ grpo[i]], 1).numpy()
     distance, progress = (found / found[0]).T
-    gains = 100 * (progress / distance - 1)[2:]
+    gains, of_lopti = 100 * (progress / distance - 1)[2:], (distance[1], progress[1])
     return {
-        "one AdamW for both passes": np.array(
-            [distance[1], progress[1], progress[1] / distance[1]]
-        ),
+        "one AdamW for both passes": np.array([*of_lopti, progress[1] / distance[1]]),
         "gain in %, AdamW": gains[: len(ar)],
         "gain in %, AdamW, without the bias": gains[len(ar) :],
     }

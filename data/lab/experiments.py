@@ -70,11 +70,6 @@ def command_of(method, seed, flags, work):
 
 # ---- Running
 
-KEPT = ["reward", "accuracy", "entropy", "kl", "rollout/kl", "completions/mean_length"]
-KEPT += ["completions/clipped_ratio", "low_probability_share", "masked_share"]
-KEPT += ["grad_norm/all", "grad_norm/low", "grad_norm/high"]
-KEPT += [f"seconds/{phase}" for phase in ("sampling", "scoring", "updating")]
-
 
 def read_lines(path):
     """The rows of a jsonl file; none if there is no file."""
@@ -99,11 +94,7 @@ def result_line(method, seed, flags, folder):
         "variant": " ".join(re.findall(r"--variant (\S+)", flags)) or None,
         "config": config,
         "evaluations": [{"step": row["step"], **row["table"]} for row in evaluations],
-        "metrics": {
-            name: [float(step.get(name, 0.0)) for step in steps]
-            for name in KEPT
-            if steps and name in steps[0]
-        },
+        "metrics": {name: [step.get(name, 0.0) for step in steps] for name in steps[-1]},
     }
 
 
@@ -171,14 +162,10 @@ def train_worlds():
     return file
 
 
-# ---- The command
-
-
 def main():
     plan = planned()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     add = parser.add_argument
     questions = dict.fromkeys(question for question, *_ in plan)
     add("--question", choices=questions, help="the runs of this question only")
@@ -193,10 +180,6 @@ def main():
     todo = [entry for entry in todo if tuple(entry[:2]) not in done]
     if not todo:
         return print(f"{args.results} has all runs; --results my.jsonl makes them anew")
-    for policy in sorted(set(re.findall(r"--model (\S+)", " ".join(entry[2] for entry in todo)))):
-        if not (ROOT / policy).exists():
-            print(f"left out: the runs with {policy}, which is not there")
-            todo = [entry for entry in todo if f"--model {policy}" not in entry[2]]
     held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
         print(f"python {held_out}")

@@ -138,8 +138,9 @@ def clip_cases():
         logprobs = ratio.log().requires_grad_()
         loss, _ = lopti.policy_loss(logprobs, old, old + advantage, old == 0)
         (slope,) = torch.autograd.grad(loss, logprobs)
-        for color, inside in (("#DDDDDD", slope[0] == 0), (COLORS["GRPO"], slope[0] != 0)):
-            axis.fill_between(ratio[0], place - 0.3, place + 0.3, where=inside, color=color)
+        inside, (low, high) = slope[0] != 0, (place - 0.3, place + 0.3)
+        axis.fill_between(ratio[0], low, high, color="#DDDDDD")
+        axis.fill_between(ratio[0], low, high, where=inside, color=COLORS["GRPO"])
     axis.set(xscale="log", xlabel="ratio r = π_θ / π_old", title="Dark: a gradient. Light: none")
     axis.set_xticks([0.8, 1, 1.24, 10], [".80", "1", "1.24", "10"])
     axis.set_xticks([], minor=True)

@@ -4,7 +4,6 @@ import analysis
 import experiments
 import matplotlib
 import numpy as np
-import pandas as pd
 import torch
 import world
 from experiments import REVERSED, TWO
@@ -31,15 +30,14 @@ matplotlib.rcParams.update(LOOK)
 
 BIAS = ", without bias"
 NEW = ", new seeds"
-PICTURES = {  # file → methods
-    "equal_kl": (f"GRPO{NEW}", f"Lopti{NEW}", f"{TWO}{NEW}"),
-    "bias": ("GRPO", "AR α = 1", f"AR α = 1{BIAS}"),
-}
-TITLES = {  # by step, at equal KL
-    "equal_kl": ("By step: no measurable difference", "At equal KL: two passes are behind one"),
+PICTURES = {  # file → methods; titles: by step, at equal KL
+    "equal_kl": (
+        (f"GRPO{NEW}", f"Lopti{NEW}", f"{TWO}{NEW}"),
+        ("By step: no measurable difference", "At equal KL: two passes are behind one"),
+    ),
     "bias": (
-        "By step: without its bias α = 1 learns",
-        "At equal KL: it is still behind GRPO",
+        ("GRPO", "AR α = 1", f"AR α = 1{BIAS}"),
+        ("By step: without its bias α = 1 learns", "At equal KL: it is still behind GRPO"),
     ),
 }
 
@@ -101,28 +99,15 @@ def draw_diagnosis(found, alphas, title):
     return figure
 
 
-def draw_gains(rows):
-    """The gain of a step of given length that the theorem predicts, and what was simulated."""
-    figure, axis = canvas(1, 9)
-    for name, points in pd.DataFrame(rows).groupby("gain_of", sort=False):
-        axis.plot(points.predicted, points.simulated, "o", label=name, markersize=8)
-    axis.axline((1, 1), slope=1, color="black", linewidth=1, label="as predicted")
-    axis.set_title("The gain of a step of given length over GRPO's, in 28 designed worlds")
-    axis.set(xlabel="predicted by the theorem", ylabel="simulated")
-    axis.legend(title="a mark is a world")
-    return figure
-
-
 DRAWN = ("AR, α = 1", "AR, α = .3", "Lopti", "random split", "GRPO, two passes")
 WORLDS = {  # the three of world.py that are drawn
     "unlikely wording, unit steps": "Unlikely words are noise:\nLopti and AR win",
     "wording like decisions": "Signal and noise sit alike:\nno gain",
     "good policy, likely wording": "Unlikely words are signal:\nLopti and AR lose",
 }
-NOTE = """Points: accuracy minus GRPO's at the same distance (KL) from the start, 95 % intervals; \
-scales differ.
-Numbers: the gain over GRPO that was predicted before training; 1 is none. Steps have a fixed \
-length; in the middle AdamW's."""
+NOTE = """Points: accuracy minus GRPO's at the same distance (KL) from the start, 95 % intervals.
+Scales differ. Numbers: the gain over GRPO that was predicted before training; 1 is none.
+Steps have a fixed length; in the middle AdamW's."""
 
 
 def draw_worlds(rows):
@@ -132,16 +117,15 @@ def draw_worlds(rows):
         (of, _), reach = world.WORLDS[name], 0.0
         signals, products = analysis.moments(of, torch.ones_like, lambda pi: pi)
         by_signal, by_noise = signals[1] / signals[0], products[0, 1] / products[0, 0]
+        text = {"ha": "right", "va": "center", "transform": axis.get_yaxis_transform()}
         for height, method in enumerate(DRAWN):
             mean, half, _ = analysis.gain_in_world(rows, name, "equal KL", method)
             style = {"color": COLORS["Lopti" if height < 3 else "GRPO"], "capsize": 5}
             axis.errorbar(mean, height, xerr=half, fmt="o", markersize=10, **style)
             bound = "≤ " * (height > 2)  # of plain passes and random groups (DESIGN.md)
-            gain = f"{bound}{analysis.predicted_gain(of, method):.2f}"
-            place = axis.get_yaxis_transform()
-            axis.text(0.99, height, gain, ha="right", va="center", transform=place)
+            axis.text(0.99, height, f"{bound}{analysis.predicted_gain(of, method):.2f}", **text)
             reach = max(reach, 1.9 * (abs(mean) + half))
-        axis.text(0.99, 4.35, "predicted", ha="right", va="center", transform=place)
+        axis.text(0.99, 4.35, "predicted", **text)
         axis.axvline(0, color="black", linewidth=1.5)
         axis.set(xlim=(-reach, reach), ylim=(-0.5, 4.7), xlabel="accuracy minus GRPO's")
         axis.set_title(f"{title}\nmean π: signal {by_signal:.2f}, noise {by_noise:.2f}")
@@ -151,16 +135,9 @@ def draw_worlds(rows):
     return figure
 
 
-def main():
+if __name__ == "__main__":
     lines = experiments.read_lines(experiments.RESULTS)
-    made = {
-        name: draw_two_views(lines, methods, TITLES[name]) for name, methods in PICTURES.items()
-    }
-    for name, draw in (("world", draw_worlds), ("world_gain", draw_gains)):
-        made[name] = draw(experiments.read_lines(analysis.FOLDER / f"{name}.jsonl"))
+    made = {name: draw_two_views(lines, *how) for name, how in PICTURES.items()}
+    made["world"] = draw_worlds(experiments.read_lines(analysis.FOLDER / "world.jsonl"))
     for name, figure in made.items():
         figure.savefig(analysis.FOLDER / f"{name}.png")
-
-
-if __name__ == "__main__":
-    main()

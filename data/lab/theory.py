@@ -1,30 +1,11 @@
-"""What each token weighs in the gradient (Eq. 2, Prop. 4.2), and when AR and Lopti can help.
+"""How large a token's gradient is (Prop. 4.2), and when AR and Lopti can help.
 
-Training never calls these (autograd does the work); diagnose.py, world.py and the tests do.
+Training never calls these (autograd does the work); diagnose.py, analysis.py and the tests do.
 """
 
 import math
 
 import torch
-
-
-def gradient_weight(
-    logprobs, old_logprobs, advantages, ref_logprobs, clip_low, clip_high, clip_dual, kl_coef
-):
-    """w of Eq. 2: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ. (B, L) → (B, L)
-
-        w = r·Â·1[trust] + β·π_ref/π_θ - β
-
-    1[trust] is 0 where a clip takes the constant branch; the KL part is 0 outside the clamps of
-    `kl_estimate`.
-    """
-    ratio = (logprobs - old_logprobs).exp()
-    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
-    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
-    weight = ratio * advantages * trusted
-    difference = ref_logprobs - logprobs
-    inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
-    return weight + kl_coef * (difference.exp() - 1) * inside
 
 
 def logit_gradient_norm(logits, ids):
@@ -144,8 +125,8 @@ def adam_drift(*stages):
     A stage is its gradients (batches, P); → (P,). Assumes a policy that stands still, many batches,
     β₂ → 1, no clip, no weight decay; β₁ does not enter. GRPO is adam_drift(low + high). Lopti is
     adam_drift(low, high), for each parameter √2 times that where the stages are uncorrelated and 2
-    times where they are equal: a longer step of GRPO (in training √2 times the rate did not go as
-    far: RESULTS.md, R4). With an AdamW for each stage it is adam_drift(low) + adam_drift(high).
+    times where they are equal: a longer step of GRPO. With an AdamW for each stage it is
+    adam_drift(low) + adam_drift(high).
 
     >>> low, high = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
     >>> adam_drift(low + high), adam_drift(low, high)

@@ -34,8 +34,7 @@ import lopti
 
 DEFAULTS = {"alpha": 0.3, "eta": 0.5, "top_entropy": 0.2, "show": 3}
 SHOWN = (*DEFAULTS, "group_size", "temperature", "learning_rate")
-# Which tokens 80/20 keeps is only shown.
-UPDATE = {"mini_batch_size": 0, "stapo": False, "top_entropy": 0, "min_p": 0.0}
+UPDATE = {"mini_batch_size": 0, "stapo": False, "top_entropy": 0, "min_p": 0.0}  # 80/20 is shown
 
 
 def token_texts(tokenizer, ids):
@@ -86,11 +85,7 @@ def short(value):
 
 
 def percent(sizes, part):
-    """The absolute sizes in a part of the tokens, in % of all: two (B, L) → a number.
-
-    >>> percent(torch.tensor([[3.0, -1.0]]), torch.tensor([[False, True]]))
-    25.0
-    """
+    """The absolute sizes in a part of the tokens, in % of all: two (B, L) → a number."""
     sizes = sizes.float().abs()
     return short(100 * (sizes * part).sum() / sizes.sum().clamp(min=1e-30))
 

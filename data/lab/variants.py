@@ -1,7 +1,6 @@
 """lopti.py as two questions of the laboratory need it: with one of its functions replaced.
 
 python data/lab/variants.py --variant random-split --eta 0.5       # random groups, Lopti's sizes
-python data/lab/variants.py --variant no-momentum                  # AdamW with β₁ = 0
 python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW for each group
 python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
 python data/lab/variants.py --variant unit-steps --learning-rate 0.05   # gradient descent, no AdamW
@@ -46,12 +45,6 @@ def updated_copy(policy, rollout, stages, args, make_optimizer=make_optimizer):
     for tokens in stages:
         update(trained, optimizer, rollout, tokens, args)
     return trained
-
-
-def adamw_without_momentum(policy, args):
-    optimizer = make_optimizer(policy, args)
-    optimizer.param_groups[0]["betas"] = (0.0, 0.999)
-    return optimizer
 
 
 def update_with_own_optimizer(policy, optimizer, rollout, tokens, args, stage):
@@ -102,7 +95,6 @@ def update_without_wording(policy, optimizer, rollout, tokens, args, stage):
 
 VARIANTS = {
     "random-split": {"split_tokens": random_split},
-    "no-momentum": {"make_optimizer": adamw_without_momentum},
     "unit-steps": {"make_optimizer": unit_steps},
     "two-optimizers": {"update": update_with_own_optimizer},
     "without-wording": {"update": update_without_wording},
