@@ -1809,8 +1809,9 @@ def test_the_laboratorys_tables_with_few_runs():
     assert "## unit steps" not in analysis.pages(made)[analysis.TABLES]
     page = "a\n<!-- methods -->\nold\n<!-- end -->\nb"
     assert analysis.with_tables(page, {"methods": "new"}) == page.replace("old", "new")
-    figure = plot.draw_two_views(lines, ("GRPO", "Lopti"))
-    assert figure and plot.draw_two_views(lines, ("GRPO", "80/20")) is None
+    by_step, by_kl = plot.draw_two_views(lines, ("GRPO", "Lopti"), ("by step", "by KL")).axes
+    ends = [line.get_ydata()[-1] - line.get_xdata()[-1] for line in by_kl.lines]
+    assert len(by_step.lines) == 2 and ends[1] - ends[0] == pytest.approx(0.1)
 
 
 @slow
