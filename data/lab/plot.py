@@ -84,7 +84,7 @@ def draw_two_views(lines, methods, titles):
 
 def draw_diagnosis(found, alphas, title):
     """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
-    bins, gains = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75"), [f"α = {x:g}" for x in alphas]
+    bins, gains = ("π<.25", "<.5", "<.75", "π≥.75"), [f"α = {alpha:g}" for alpha in alphas]
     panels = {  # a number: its question, what its entries are
         "‖gradient‖ (of all tokens: 1)": ("Does it have the problem?", bins),
         "gain in %, measured": ("Would AR help?", gains),
