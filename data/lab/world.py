@@ -7,10 +7,9 @@ The worlds are BUILT so that the paper's premise holds, or does not. They show t
 help, when, and why. They do not show that a language model is such a world.
 
 An answer has D decisions, each right with probability p; the reward is the number of right ones. It
-also has W wording tokens, each one of K synonyms, which do not touch the reward. Every position has
-its own logits. All depend on the same few parameters through random features, so that a drift of
-the wording disturbs the decisions, as in a network. Advantages, reweighting, split, stages and loss
-are lopti's own. Shapes: S seeds at once, B responses, T tokens, R rows of logits, V words.
+also has W words, each one of K synonyms, which do not touch the reward. All logits depend on the
+same few parameters through random features: a drift of the words disturbs the decisions, as in a
+network. Advantages, split, loss: lopti's own. S seeds, B responses, T tokens, R logit rows, V words.
 """
 
 import sys
@@ -143,6 +142,7 @@ if __name__ == "__main__":
     import experiments
     import plot
 
+    sys.argv[1:] and sys.exit(__doc__)  # it takes no flags
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     file = experiments.train_worlds()
