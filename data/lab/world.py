@@ -9,7 +9,7 @@ help, when, and why. They do not show that a language model is such a world.
 An answer has D decisions, each right with probability p; the reward is the number of right ones. It
 also has W words, each one of K synonyms, which do not touch the reward. All logits depend on the
 same few parameters through random features: a drift of the words disturbs the decisions, as in a
-network. Advantages, split, loss: lopti's own. S seeds, B responses, T tokens, R logit rows, V words.
+network. Advantages, split, loss are lopti's. S seeds, B responses, T tokens, R logit rows, V words.
 """
 
 import sys
