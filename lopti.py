@@ -603,10 +603,9 @@ def bias_correction(logits, advantages, alpha, eta, stage="all"):
         E[m Â ∇log π] = Σ_a m·(Q - V)·∇π(a) + V·∇Σ_a m·π(a),    Q = E[Â | s, a],  V = E[Â | s]
 
     The last part is the bias. Eq. 4's sharpens the policy where V > 0 and flattens it where V < 0,
-    whatever the tokens have to do with the reward; those of Lopti's two passes are opposite (α =
-    0). m = 1 and a weight of prefixes (80/20) have none. Ours, not the paper's. logits (M, V); Â
-    before Eq. 4 (M,). m is held fixed and goes by the current π instead of π_old; nothing is
-    clipped.
+    whatever the tokens have to do with the reward; the biases of Lopti's two passes are opposite.
+    m = 1 and a weight of prefixes (80/20) have none. Ours, not the paper's. logits (M, V); Â before
+    Eq. 4 (M,). m is held fixed and goes by the current π instead of π_old; nothing is clipped.
 
     >>> bias_correction(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([1.0]), alpha=1.0, eta=0.0)
     tensor(0.6800)
