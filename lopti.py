@@ -999,7 +999,7 @@ def choose_device(name):
 
 
 def prepare(args):
-    """The model on its device, tokenizer, training and evaluation rows, checked; sets args.dtype."""
+    """The model on its device, its tokenizer, training and evaluation rows; sets args.dtype."""
     device = choose_device(args.device)
     if args.dtype == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(False)
