@@ -2011,14 +2011,15 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
         old, one_hot = pi.detach(), torch.nn.functional.one_hot(ids[mask], pi.shape[1])
         logs = (pi.log() * one_hot).sum(1)
         of_words, by_pi = logs[said[mask]].sum(), (logs * (old * one_hot).sum(1)).sum()
-        sums = torch.stack([logs.sum(), by_pi, (old * pi).sum(), of_words])
+        biases = (old * pi).sum(), (pi * (old >= 0.4)).sum()
+        sums = torch.stack([logs.sum(), by_pi, *biases, of_words])
         terms = terms + advantages.sum() / mask.sum() * sums
         energy += float((advantages[mask, None] * (one_hot - old)).square().sum())
-    for term, row in zip(terms / batch.mask.sum(), [rows[:-3].sum(0), *rows[-3:]]):
+    for term, row in zip(terms / batch.mask.sum(), [rows[:-4].sum(0), *rows[-4:]]):
         slopes = torch.autograd.grad(term, list(policy.parameters()), retain_graph=True)
         slope = torch.cat([part.flatten() for part in slopes])
         assert (row - slope).norm() < 1e-4 * slope.norm()
-    assert len(rows) == 5 + 3 and words.any() and energies.sum() == pytest.approx(energy, rel=1e-4)
+    assert len(rows) == 5 + 4 and words.any() and energies.sum() == pytest.approx(energy, rel=1e-4)
     sketches, same_entries, _ = diagnose.gradients(policy, batch, words, args, exact=False)
     assert torch.equal(entries, same_entries) and entries.shape[1] <= diagnose.ENTRIES
     exact, dots = (diagnose.inner_products(x[None])[0, :, 0] for x in (rows, sketches))
@@ -2029,7 +2030,7 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
 @laboratory
 def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     torch.manual_seed(0)
-    vectors = torch.randn(5, 7, 20, dtype=torch.float64) + 1
+    vectors = torch.randn(5, 8, 20, dtype=torch.float64) + 1
     args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((5, 2, 5))
     dots = diagnose.inner_products(vectors)
     found = diagnose.gradient_statistics(dots, ones[..., :4], ones[:, 0], args, list(range(5)))
@@ -2038,7 +2039,7 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     steps = [unit(step) for step in (grpo, 0.7 * grpo + 0.3 * by_pi, unit(low) + unit(high))]
     others = (grpo.sum(0) - grpo) / 4
     plain, ar, split = ((step * others).sum(1).mean() for step in steps)
-    by_pairs = sum(float(vectors[i, 6] @ grpo[j]) for i in range(5) for j in range(5) if i != j)
+    by_pairs = sum(float(vectors[i, 7] @ grpo[j]) for i in range(5) for j in range(5) if i != j)
     signal = sum(float(grpo[i] @ grpo[j]) for i in range(5) for j in range(5) if i != j)
     assert found["share of the signal, of these"][0] == pytest.approx(by_pairs / signal)
     assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))

@@ -89,6 +89,7 @@ which follows from the lengths of the two gradients.
 {}
                                               its share      threshold
   signal of π ≥ η | 2
+      of this a bias (π < η: minus this) | 2
       the paper's 7B model                            –           0.18
   gain in %                                   predicted       measured
   an optimizer for each pass | 1
@@ -160,12 +161,12 @@ def alphas_of(args):
 
 
 def gradients(policy, batch, words, args, exact=True):
-    """What a mini-batch's gradient is made of: (pieces + 3, D), their entries (pieces + 3, E).
+    """What a mini-batch's gradient is made of: (pieces + 4, D), their entries (pieces + 4, E).
 
     Rows, in ascent of J, each divided by the number of response tokens, kept as by `stored`:
     - Σ Â ∇log π over the tokens of each piece of `pieces_of(η)`: together they are GRPO's gradient;
     - Σ Â π ∇log π over all: AR's gradient is (1-α) GRPO's + α this;
-    - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V;
+    - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V, and that of the pass π ≥ η;
     - Σ Â ∇log π over the tokens `words` (B, L), wording with π < .25.
     Also (2, pieces): each piece's energy at the logits, and that times π.
     """
@@ -182,7 +183,8 @@ def gradients(policy, batch, words, args, exact=True):
         squares = logits.detach().softmax(-1).square().sum(-1)  # Σ_a π²
         pieces = torch.stack([(pi >= low) & (pi < high) for low, high in pieces_of(args.eta)])
         losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
-        losses += [lopti.bias_correction(logits, advantages, alpha=1.0, eta=0.0)]
+        for weights in ((1.0, 0.0), (0.0, args.eta, "high")):  # α, η and a pass
+            losses.append(lopti.bias_correction(logits, advantages, *weights))
         losses += [terms[words[micro_batch, : tokens.shape[1]][tokens]].sum()]
         energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
@@ -247,8 +249,8 @@ def methods(args):
     Each as its coefficients by the K rows of `gradients`: three of (K,), two of (alphas, K).
     """
     pieces, alphas = pieces_of(args.eta), np.array(alphas_of(args))[:, None]
-    rows = np.eye(len(pieces) + 3)
-    parts, (by_pi, bias, _) = rows[:-3], rows[-3:]
+    rows = np.eye(len(pieces) + 4)
+    parts, (by_pi, bias, *_) = rows[:-4], rows[-4:]
     grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
     ar = (1 - alphas) * grpo + alphas * by_pi
     return grpo, low, grpo - low, ar, ar - alphas * bias
@@ -260,7 +262,7 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     A gradient is written as its coefficients by the K rows of `gradients`; n mini-batches.
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
-    parts, (bias, words), chosen = rows[:-3], rows[-2:], dots[used][:, :, used]
+    parts, (bias, of_pass, words), chosen = rows[:-4], rows[-3:], dots[used][:, :, used]
     bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
     grpo, low, high, ar, unbiased = methods(args)
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
@@ -307,6 +309,7 @@ def gradient_statistics(dots, at_logits, counts, args, used):
         "gain in %, measured, without the bias": np.array([gain(step) for step in unbiased]),
         "the bias along ∇J (signal: 1)": np.array(alphas_of(args)) * (bias @ signal_of) / signal,
         "signal of π ≥ η": np.array([sigma, theory.split_threshold(phi, cosine)]),
+        "of this a bias (π < η: minus this)": np.array([of_pass @ signal_of / signal]),
         "an optimizer for each pass": np.array([split, gain(low, high)]),
     }
 
@@ -412,7 +415,7 @@ def measure(policy, tokenizer, rows, count, args):
     responses = args.prompts_per_step * args.group_size
     size, pieces = args.mini_batch_size or responses, pieces_of(args.eta)
     planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
-    exact = 4.0 * weights * planned * (len(pieces) + 3) <= MEMORY
+    exact = 4.0 * weights * planned * (len(pieces) + 4) <= MEMORY
     torch.manual_seed(args.seed)
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []

@@ -28,8 +28,7 @@ LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth"
 LOOK |= {"figure.constrained_layout.use": True, "legend.frameon": False}
 matplotlib.rcParams.update(LOOK)
 
-BIAS = ", without bias"
-NEW = ", new seeds"
+BIAS, NEW = ", without bias", ", new seeds"
 PICTURES = {  # file → methods; titles: by step, at equal KL
     "equal_kl": (
         (f"GRPO{NEW}", f"Lopti{NEW}", f"{TWO}{NEW}"),
