@@ -211,17 +211,15 @@ def moments(of, *weights):
 
 def predicted_gain(of, name):
     """Progress for each unit of length, over GRPO's, of a method in a world."""
-    (alpha, eta, *_), other = world.METHODS[name], of
+    alpha, eta, *_ = world.METHODS[name]
     if "Lopti" in name and of.optimizer == "unit steps":
         passes = (lambda pi: (pi < eta).to(pi)), (lambda pi: (pi >= eta).to(pi))
         signals, products = moments(of, *passes)
         low, high = products.diagonal().sqrt().tolist()
         cosine = float(products[0, 1]) / (low * high)
         return theory.split_gain(float(signals[1] / signals.sum()), math.atan2(high, low), cosine)
-    if name == "oracle":
-        other = of._replace(wording=0)
-    if "no bias" in name:
-        other = of._replace(late=False)  # then V(s) is 0
+    others = {"oracle": of._replace(wording=0), "AR, α = 1, no bias": of._replace(late=False)}
+    other = others.get(name, of)  # not late: V(s) is 0
     (signal,), ((square,),) = moments(other, lambda pi: 1 - alpha * (1 - pi))
     (plain,), ((noise,),) = moments(of, torch.ones_like)
     return float(signal / plain * (noise / square).sqrt())  # 1 of two steps with one AdamW

@@ -185,7 +185,8 @@ def gradients(policy, batch, words, args, exact=True):
         losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
         for weights in ((1.0, 0.0), (0.0, args.eta, "high")):  # α, η and a pass
             losses.append(lopti.bias_correction(logits, advantages, *weights))
-        losses += [terms[words[micro_batch, : tokens.shape[1]][tokens]].sum()]
+        if words.any():  # else no backward pass for them
+            losses += [terms[words[micro_batch, : tokens.shape[1]][tokens]].sum()]
         energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
@@ -194,6 +195,8 @@ def gradients(policy, batch, words, args, exact=True):
             found = stored(list(zip(names, found)), exact)
             rows[number] = [sum(pair) for pair in zip(rows.get(number, (0.0, 0.0)), found)]
     vectors, entries = (torch.stack(parts) for parts in zip(*rows.values()))
+    if not words.any():
+        vectors, entries = (torch.cat([part, 0 * part[:1]]) for part in (vectors, entries))
     return vectors, entries, at_logits.cpu().numpy()
 
 
@@ -216,7 +219,7 @@ def moves(policy, batch, args, norm):
 
     before = probabilities(policy)
     for tokens in (every, every & (pi < EDGES[1]), likely):
-        trained = updated_copy(policy, batch, [tokens], args, descent)
+        [trained] = updated_copy(policy, batch, [tokens], args, descent)
         sizes.append(float((probabilities(trained) - before)[likely].abs().mean()))
     return np.array(sizes)
 

@@ -180,6 +180,10 @@ def main():
     todo = [entry for entry in todo if tuple(entry[:2]) not in done]
     if not todo:
         return print(f"{args.results} has all runs; --results my.jsonl makes them anew")
+    for policy in sorted(set(re.findall(r"--model (\S+)", " ".join(entry[2] for entry in todo)))):
+        if not (ROOT / policy).exists():
+            print(f"left out: the runs with {policy}, which is not there")
+            todo = [entry for entry in todo if f"--model {policy}" not in entry[2]]
     held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
     if args.list:
         print(f"python {held_out}")

@@ -121,7 +121,7 @@ def treatments(old_logprobs, mask, eta=0.5):
 
 def one_update(policy, rollout, stages, args, make_optimizer=lopti.make_optimizer):
     """What an update changes: the weights (P,), and log π of every token (B, L)."""
-    trained = updated_copy(policy, rollout, stages, args, make_optimizer)
+    *_, trained = updated_copy(policy, rollout, stages, args, make_optimizer)
     pairs = zip(trained.parameters(), policy.parameters())
     change = torch.cat([(new - old).detach().flatten() for new, old in pairs])
     return change, lopti.score(trained, rollout, args)[0] - rollout.old_logprobs

@@ -1,7 +1,4 @@
-"""How large a token's gradient is (Prop. 4.2), and when AR and Lopti can help.
-
-Training never calls these (autograd does the work); diagnose.py, analysis.py and the tests do.
-"""
+"""How large a token's gradient is (Prop. 4.2), when AR and Lopti can help. Not used in training."""
 
 import math
 

@@ -64,19 +64,16 @@ def after_updates(policy, rollout, args):
     before, every = rollout.old_logprobs, rollout.mask
     low, high = lopti.split_tokens(before, every, args.eta)
     weighted = lopti.reweight_advantages(rollout.advantages, before, args.alpha)
-    reweighted = diagnose.changed(rollout, advantages=weighted)
-    methods = {
-        "grpo": (rollout, [every]),
-        "two_passes": (rollout, [every, every]),
-        "ar": (reweighted, [every]),
-        "lopti_low": (rollout, [low]),
-        "lopti": (rollout, [low, high]),
-        "reversed_high": (rollout, [high]),
-        "reversed": (rollout, [high, low]),
-    }
+    methods = (  # the batch, and the tokens of each step
+        (rollout, {"grpo": every, "two_passes": every}),
+        (diagnose.changed(rollout, advantages=weighted), {"ar": every}),
+        (rollout, {"lopti_low": low, "lopti": high}),
+        (rollout, {"reversed_high": high, "reversed": low}),
+    )
     return {
-        name: lopti.score(updated_copy(policy, *updates, args), rollout, args)[0] - before
-        for name, updates in methods.items()
+        name: lopti.score(trained, rollout, args)[0] - before
+        for batch, steps in methods
+        for name, trained in zip(steps, updated_copy(policy, batch, steps.values(), args))
     }
 
 

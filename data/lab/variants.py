@@ -40,11 +40,11 @@ def random_split(old_logprobs, mask, eta):
 
 
 def updated_copy(policy, rollout, stages, args, make_optimizer=make_optimizer):
-    """A copy of the policy after an update on the tokens of each stage, with one new optimizer."""
+    """Yields one copy of the policy, with one new optimizer, after the update on each stage."""
     optimizer = make_optimizer(trained := copy.deepcopy(policy), args)
     for tokens in stages:
         update(trained, optimizer, rollout, tokens, args)
-    return trained
+        yield trained
 
 
 def update_with_own_optimizer(policy, optimizer, rollout, tokens, args, stage):
