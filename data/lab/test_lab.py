@@ -16,12 +16,26 @@ import sys
 import xml.etree.ElementTree
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+from test_lopti import (  # isort: skip, because it says that no test asks the hub
+    TINY,
+    TOKENIZER,
+    arguments,
+    plain_distribution,
+    plain_entropy,
+    plain_logprobs,
+    plain_rows,
+    read_jsonl,
+    slow,
+    spy,
+    write_jsonl,
+)
+
 import numpy as np
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 for package in ("matplotlib", "pandas", "scipy", "IPython"):
     pytest.importorskip(package, reason="pip install -r data/lab/requirements.txt")
 
@@ -36,19 +50,6 @@ import world
 from scipy import stats
 
 import lopti
-from test_lopti import (
-    TINY,
-    TOKENIZER,
-    arguments,
-    plain_distribution,
-    plain_entropy,
-    plain_logprobs,
-    plain_rows,
-    read_jsonl,
-    slow,
-    spy,
-    write_jsonl,
-)
 
 # ------------------------------------------------------------------------------ the token page
 
