@@ -8,18 +8,17 @@ for all comparisons of a column. ± is half of a 95 % interval, which is not cor
 fewer than two seeds in common is left out, so the tables grow with runs.jsonl.
 """
 
+import argparse
 import itertools
 import math
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import theory
-import torch
 import world
-from experiments import RATES, RESULTS, read_lines, rows_of, with_ending
+from experiments import RESULTS, read_lines, rows_of, with_ending
 from scipy import stats
 
 FOLDER = Path(__file__).resolve().parent / "results"
@@ -209,20 +208,24 @@ def moments(of, *weights):
     return theory.world_moments(of, words, weights, of.groups * world.GROUP_SIZE, world.GROUP_SIZE)
 
 
+def progress(of, alpha=0.0):
+    """Unit progress of GRPO with AR in a world."""
+    (signal,), ((energy,),) = moments(of, lambda pi: 1 - alpha * (1 - pi))
+    return float(signal / energy.sqrt())
+
+
 def predicted_gain(of, name):
     """Progress for each unit of length, over GRPO's, of a method in a world."""
     alpha, eta, *_ = world.METHODS[name]
     if "Lopti" in name and of.optimizer == "unit steps":
-        passes = (lambda pi: (pi < eta).to(pi)), (lambda pi: (pi >= eta).to(pi))
-        signals, products = moments(of, *passes)
+        low = lambda pi: (pi < eta - 1e-6).to(pi)  # what is η but for rounding is likely
+        signals, products = moments(of, low, lambda pi: 1 - low(pi))
         low, high = products.diagonal().sqrt().tolist()
         cosine = float(products[0, 1]) / (low * high)
         return theory.split_gain(float(signals[1] / signals.sum()), math.atan2(high, low), cosine)
     others = {"oracle": of._replace(wording=0), "AR, α = 1, no bias": of._replace(late=False)}
-    other = others.get(name, of)  # not late: V(s) is 0
-    (signal,), ((square,),) = moments(other, lambda pi: 1 - alpha * (1 - pi))
-    (plain,), ((noise,),) = moments(of, torch.ones_like)
-    return float(signal / plain * (noise / square).sqrt())  # 1 of two steps with one AdamW
+    # Not late: V(s) is 0. With one AdamW two passes and Lopti are a longer step of GRPO: 1.
+    return progress(others.get(name, of), alpha) / progress(of)
 
 
 def gain_in_world(rows, name, view, one, other="GRPO"):
@@ -232,7 +235,7 @@ def gain_in_world(rows, name, view, one, other="GRPO"):
     """
     of_both = [row for row in rows if (row["world"], row["view"]) == (name, view)]
     pair = [next(row for row in of_both if row["method"] == method) for method in (one, other)]
-    ends = RATES[world.WORLDS[name][0].optimizer][::7]
+    ends = world.RATES[world.WORLDS[name][0].optimizer][::7]
     by_seed = np.subtract(*(row["accuracies"] for row in pair))
     return *interval(by_seed), any(row["rate"] in ends for row in pair)
 
@@ -294,10 +297,17 @@ def pages(made):
     return {PAGE: results, TABLES: "\n".join([HEAD, *parts])}
 
 
-if __name__ == "__main__":
-    found = tables(read_lines(RESULTS))
-    if "--write" in sys.argv:
+def main():
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    parser.add_argument("--write", action="store_true", help="into RESULTS.md and TABLES.md")
+    args, found = parser.parse_args(), tables(read_lines(RESULTS))
+    if args.write:
         for path, text in pages(found).items():
             path.write_text(text, encoding="utf-8")
     else:
         print("\n\n".join(f"{name}\n{table}" for name, table in found.items()))
+
+
+if __name__ == "__main__":
+    main()

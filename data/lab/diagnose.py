@@ -34,16 +34,15 @@ import zlib
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti  # isort: skip, before torch
+
 import numpy as np
 import theory
 import torch
 from scipy import stats
 from tqdm import tqdm
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from variants import updated_copy, wording
-
-import lopti
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 BINS = list(itertools.pairwise(EDGES))

@@ -20,10 +20,6 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
-import world
-from tqdm import tqdm
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 RESULTS, PLAN = HERE / "results" / "runs.jsonl", HERE / "results" / "plan.txt"
@@ -64,8 +60,9 @@ def command_of(method, seed, flags, work):
     """The folder of a run in the folder `work`, and its command."""
     name = re.sub(r"[^A-Za-z0-9.]+", "-", method).strip("-") + f"-{seed}"
     script = "data/lab/variants.py" if "--variant" in flags else "lopti.py"
-    flags = f"{OF_ALL} --eval-data {work / 'kk_test.jsonl'} {flags} --seed {seed}"
-    return work / name, ["python", script, *shlex.split(f"{flags} --output {work} --name {name}")]
+    places = ["--eval-data", f"{work / 'kk_test.jsonl'}", "--output", f"{work}"]
+    flags = shlex.split(f"{OF_ALL} {flags} --seed {seed} --name {name}")
+    return work / name, ["python", script, *places, *flags]
 
 
 # ---- Running
@@ -115,53 +112,6 @@ def run(entry, args):
             stream.write(json.dumps(line) + "\n")
 
 
-# ---- Designed worlds: every method of world.py at many rates
-
-QUICK = bool(os.environ.get("LOPTI_QUICK"))
-BLOCK = 0 if QUICK else 3  # names a set of seeds
-TUNING, JUDGED, STEPS = (3, 4, 10) if QUICK else (10, 20, 40)  # seeds that choose a rate; judged
-RATES = {"unit steps": (0.05, 0.12, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0)}
-RATES["one AdamW"] = tuple(rate / 10 for rate in RATES["unit steps"])
-
-
-def train_methods(name):
-    """Rows: world, method, view, rate, accuracies of judged seeds. Other seeds choose the rate.
-
-    For equal KL four more rates around the best are tried, because it depends on the rate sharply.
-    """
-    of, limit = world.WORLDS[name]
-    rates = RATES[of.optimizer]
-    for method in world.METHODS:
-        if "no bias" in method and not of.late:
-            continue  # the same to the last digit: V(s) is 0
-
-        def run(rate, method=method):  # accuracies (S,): the mean over the steps, and at equal KL
-            accuracies, kls, _ = world.train(of, method, rate, STEPS, TUNING + JUDGED, BLOCK)
-            kls = np.maximum.accumulate(kls)  # where a KL first passes the limit, or at the end
-            at_limit = [np.interp(limit, *seed) for seed in zip(kls.T, accuracies.T)]
-            return accuracies[1:].mean(0), np.array(at_limit)
-
-        runs = {rate: run(rate) for rate in rates}
-        best = max(rates, key=lambda rate: runs[rate][1][:TUNING].mean())
-        near = [best * 2.5**share for share in (-0.5, -0.25, 0.25, 0.5)]  # 2.5: the grid's spacing
-        runs |= {rate: run(rate) for rate in near}
-        views = {"one rate": (0, rates[2:3]), "best rate": (0, rates), "equal KL": (1, runs)}
-        for view, (at, tried) in views.items():
-            rate = max(tried, key=lambda rate: runs[rate][at][:TUNING].mean())
-            row = {"world": name, "method": method, "view": view, "rate": round(rate, 4)}
-            yield row | {"accuracies": runs[rate][at][TUNING:].round(4).tolist()}
-
-
-def train_worlds():
-    """Write world.jsonl, with the rows of all worlds; its path."""
-    file = Path("runs/world/world.jsonl") if QUICK else RESULTS.with_name("world.jsonl")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    rows = [row for name in tqdm(world.WORLDS, disable=None) for row in train_methods(name)]
-    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    file.write_text("".join(lines), encoding="utf-8")
-    return file
-
-
 def main():
     plan = planned()
     look = argparse.RawDescriptionHelpFormatter
@@ -174,6 +124,8 @@ def main():
     add("--results", type=Path, default=RESULTS, help="the file of finished runs")
     add("--list", action="store_true", help="print the commands and stop")
     args = parser.parse_args()
+    if args.jobs < 1:
+        parser.error("--jobs must be at least 1")
     args.work = args.work.resolve()
     done = {(line["method"], line["seed"]) for line in read_lines(args.results)}
     todo = [entry for question, *entry in plan if args.question in (None, question)]
@@ -184,13 +136,13 @@ def main():
         if not (ROOT / policy).exists():
             print(f"left out: the runs with {policy}, which is not there")
             todo = [entry for entry in todo if f"--model {policy}" not in entry[2]]
-    held_out = f"data/make/puzzles.py {HELD_OUT} --folder {args.work}"
+    held_out = ["python", "data/make/puzzles.py", *HELD_OUT.split(), "--folder", f"{args.work}"]
     if args.list:
-        print(f"python {held_out}")
-        return print(*(shlex.join(command_of(*entry, args.work)[1]) for entry in todo), sep="\n")
+        commands = [held_out, *(command_of(*entry, args.work)[1] for entry in todo)]
+        return print(*map(shlex.join, commands), sep="\n")
     if not (args.work / "kk_test.jsonl").exists():
         args.work.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, *shlex.split(held_out)], cwd=ROOT, check=True)
+        subprocess.run([sys.executable, *held_out[1:]], cwd=ROOT, check=True)
     pool = ThreadPoolExecutor(args.jobs)
     try:  # after Ctrl-C no other starts
         for future in [pool.submit(run, entry, args) for entry in todo]:

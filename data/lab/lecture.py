@@ -8,20 +8,19 @@ import sys
 import textwrap
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+import lopti  # isort: skip, before torch
+
 import matplotlib.pyplot as plt
 import pandas
 import torch
+from experiments import REVERSED, TWO
 from IPython.display import Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-from experiments import REVERSED, TWO
 from plot import COLORS
 from theory import logit_gradient_bounds
 from variants import random_split, updated_copy
-
-import lopti
 
 # From unlikely to likely, in the two colours of the whole project.
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])

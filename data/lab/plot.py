@@ -1,10 +1,16 @@
-"""Draw the laboratory's pictures into results/, from its runs: python data/lab/plot.py"""
+"""Draw the laboratory's pictures, equal_kl.png, bias.png and world.png, from its runs.
+
+    python data/lab/plot.py
+
+They go into data/lab/results, over those that are there.
+"""
+
+import argparse
 
 import analysis
 import experiments
 import matplotlib
 import numpy as np
-import torch
 import world
 from experiments import REVERSED, TWO
 from matplotlib.figure import Figure
@@ -114,7 +120,7 @@ def draw_worlds(rows):
     figure, axes = canvas(3, 7, sharey=True)
     for axis, (name, title) in zip(axes, WORLDS.items()):
         (of, _), reach = world.WORLDS[name], 0.0
-        signals, products = analysis.moments(of, torch.ones_like, lambda pi: pi)
+        signals, products = analysis.moments(of, lambda pi: pi**0, lambda pi: pi)
         by_signal, by_noise = signals[1] / signals[0], products[0, 1] / products[0, 0]
         text = {"ha": "right", "va": "center", "transform": axis.get_yaxis_transform()}
         for height, method in enumerate(DRAWN):
@@ -134,9 +140,15 @@ def draw_worlds(rows):
     return figure
 
 
-if __name__ == "__main__":
+def main():
+    look = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=look).parse_args()
     lines = experiments.read_lines(experiments.RESULTS)
     made = {name: draw_two_views(lines, *how) for name, how in PICTURES.items()}
     made["world"] = draw_worlds(experiments.read_lines(analysis.FOLDER / "world.jsonl"))
     for name, figure in made.items():
         figure.savefig(analysis.FOLDER / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()

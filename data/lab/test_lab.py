@@ -4,7 +4,9 @@ python -m pytest -q data/lab                # the quick ones
 LOPTI_ALL=1 python -m pytest -q data/lab    # also the tables and the lecture
 """
 
+import ast
 import doctest
+import graphlib
 import importlib
 import itertools
 import json
@@ -119,6 +121,22 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
     assert bars == pytest.approx(wanted[: len(bars)].tolist(), abs=0.06) and len(bars) > 5
 
 
+def test_what_is_given_is_taken(tmp_path):
+    """An explicit 0 is 0; what the page cannot show or write is refused at once."""
+    shown = page_data(f"{PAGE_FLAGS} --alpha 0 --eta 0 --show 0", tmp_path / "page.html")
+    assert (shown["settings"]["alpha"], shown["settings"]["eta"]) == (0, 0)
+    (prompt,) = shown["prompts"]
+    for answer in prompt["answers"]:  # then AR is GRPO, and Lopti has no first pass
+        assert answer["tokens"]["ar"] == answer["tokens"]["grpo"] == answer["tokens"]["lopti"]
+        assert not any(answer["tokens"]["lopti_low"])
+    for flags in ("--without-bias", "--eval-only", "--stapo", "--min-p 0.1"):
+        with pytest.raises(lopti.UserError, match=f"not {flags.split()[0]}"):
+            pages.main(flags.split())
+    for flag in ("--out", "--picture"):
+        with pytest.raises(lopti.UserError, match="there is no folder"):
+            pages.main([flag, str(tmp_path / "nowhere" / "page")])
+
+
 def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     """HTML in a prompt and a solution, no chat template, a truncated answer of one token."""
     html = "</script><b>&amp; <!--"
@@ -132,6 +150,78 @@ def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     missing = lambda: pages.main(["--model", str(tmp_path / "nothing")])
     assert lopti.exit_code(missing, "tokens.py") == 2
     assert capsys.readouterr().err.startswith("tokens.py: cannot load the model")
+
+
+# ------------------------------------------------------------------------------ the programs
+
+LAB = Path(__file__).resolve().parent
+
+
+def imports_of(file):
+    """The modules that a file imports, in its order; last those that its functions import."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+
+
+def test_no_circle_among_the_imports():
+    graph = {file.stem: {*imports_of(file)} for file in LAB.glob("*.py")}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("folder", ["lab", "make", "ports"])
+def test_lopti_comes_before_torch(folder):
+    """lopti.py says how threads wait before torch is imported, and what verl starts is verl's."""
+    files = [file for file in (ROOT / "data" / folder).glob("*.py") if file.stem != "test_lab"]
+    for file in files:
+        names = [name for name in imports_of(file) if name not in sys.stdlib_module_names]
+        if "torch" in names and not file.stem.startswith("verl"):
+            assert names[0] == "lopti", file
+
+
+@pytest.mark.parametrize("program", [analysis, diagnose, experiments, plot, pages, world])
+def test_help_says_what_a_program_does_and_touches_nothing(program, monkeypatch, capsys):
+    def run(*flags):
+        monkeypatch.setattr(sys, "argv", [program.__name__, *flags])
+        with pytest.raises(SystemExit) as stop:
+            program.main()
+        return stop.value.code
+
+    monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("wrote"))
+    monkeypatch.setattr(plot.Figure, "savefig", lambda *_: pytest.fail("drew"))
+    assert run("--help") == 0 and program.__doc__.split("\n")[0] in capsys.readouterr().out
+    if program not in (diagnose, pages):  # they take lopti.py's
+        assert run("--wirte") == 2 and "--wirte" in capsys.readouterr().err
+
+
+def test_experiments_in_a_folder_with_a_space(tmp_path, monkeypatch, capsys):
+    work = tmp_path / "a b"
+    _, command = experiments.command_of("GRPO", 3, "--alpha 0.5", work)
+    args = lopti.parse_arguments(command[2:])
+    assert args.output == str(work) and args.eval_data == str(work / "kk_test.jsonl")
+    monkeypatch.setattr(sys, "argv", ["experiments.py", "--jobs", "0"])
+    with pytest.raises(SystemExit):
+        experiments.main()
+    assert "--jobs must be at least 1" in capsys.readouterr().err
+
+
+def test_a_world_is_trained_written_and_read(tmp_path, monkeypatch, capsys, in_float64):
+    """All methods at all rates, the leads that are printed are those of the rows."""
+    of = world.World(wording=4, late=True)
+    monkeypatch.setattr(world, "WORLDS", {"small": (of, 0.01)})
+    for name, value in {"QUICK": True, "STEPS": 2, "TUNING": 1, "JUDGED": 3}.items():
+        monkeypatch.setattr(world, name, value)
+    monkeypatch.setattr(sys, "argv", ["world.py"])
+    monkeypatch.chdir(tmp_path)
+    world.main()
+    rows = read_jsonl(tmp_path / "runs" / "world" / "world.jsonl")
+    assert len(rows) == 3 * len(world.METHODS)
+    printed = capsys.readouterr().out
+    for method in world.METHODS:
+        lead, *_ = analysis.gain_in_world(rows, "small", "equal KL", method)
+        assert f"  {lead:+.3f}  {method}\n" in printed
 
 
 # ------------------------------------------------------------- laboratory, report, documentation
@@ -459,6 +549,12 @@ def test_the_designed_worlds_gain_what_the_theorem_predicts(in_float64, dial):
         predicted = analysis.predicted_gain(of, method)
         close = pytest.approx(predicted, rel=0.03 if of.wording else 1e-5)
         assert simulated_gain(of, method) == close
+
+
+def test_a_word_with_a_probability_of_eta_is_likely():
+    """Its π is .5 but for rounding, which differs between machines."""
+    of, _ = world.WORLDS["wording follows the decision"]
+    assert analysis.predicted_gain(of, "Lopti") == pytest.approx(1.01, abs=0.005)
 
 
 def test_the_gains_on_record_are_as_predicted(in_float64):

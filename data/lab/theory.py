@@ -1,6 +1,11 @@
 """How large a token's gradient is (Prop. 4.2), when AR and Lopti can help. Not used in training."""
 
 import math
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti  # isort: skip, before torch  # noqa: F401
 
 import torch
 

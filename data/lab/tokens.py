@@ -9,8 +9,9 @@ page has the best and the worst answer to some prompts, each token coloured by �
 by the change of log π, and so on. The picture is an SVG that moves: the first of these answers, the
 gradient of each token, and what Lopti's two passes do to it.
 
-Beside --out and --picture it takes lopti.py's flags. α, η and the ρ of 80/20 are the papers' unless
-given; --show says how many prompts. An optimizer step takes the whole batch. All is in float32.
+Beside --out and --picture it takes lopti.py's flags, but for those of later methods. α, η and the ρ
+of 80/20 are the papers' unless given; --show says how many prompts. An optimizer step takes the
+whole batch. All is in float32.
 """
 
 import argparse
@@ -22,19 +23,20 @@ from pathlib import Path
 from string import Template
 from xml.sax.saxutils import escape
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent.parent), str(HERE)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti  # isort: skip, before torch
 
 import diagnose
 import theory
 import torch
 from variants import updated_copy
 
-import lopti
+HERE = Path(__file__).resolve().parent
 
-DEFAULTS = {"alpha": 0.3, "eta": 0.5, "top_entropy": 0.2, "show": 3}
-SHOWN = (*DEFAULTS, "group_size", "temperature", "learning_rate")
-UPDATE = {"mini_batch_size": 0, "stapo": False, "top_entropy": 0, "min_p": 0.0}  # 80/20 is shown
+DEFAULTS = ["--alpha", "0.3", "--eta", "0.5", "--top-entropy", "0.2", "--show", "3"]
+SHOWN = ("alpha", "eta", "top_entropy", "show", "group_size", "temperature", "learning_rate")
+UPDATE = {"mini_batch_size": 0, "top_entropy": 0}  # 80/20 is shown, not used
+NOT_SHOWN = ("stapo", "min_p", "without_bias", "eval_only")
 
 
 def token_texts(tokenizer, ids):
@@ -146,7 +148,7 @@ def page_data(policy, tokenizer, rows, args):
         }
 
     prompts = []
-    for pair in best_and_worst(values.cpu(), args.group_size, args.show):
+    for pair in best_and_worst(values.cpu(), args.group_size, max(1, args.show)):
         row = rows[pair[0] // args.group_size]
         answers = [answer(index) for index in pair]
         prompts.append({"text": row["prompt"], "solution": row["solution"], "answers": answers})
@@ -196,8 +198,12 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG of its first answer")
     options, flags = parser.parse_known_args(argv)
-    args = lopti.parse_arguments([*flags, "--dtype", "float32"])
-    vars(args).update({name: vars(args)[name] or value for name, value in DEFAULTS.items()})
+    args = lopti.parse_arguments([*DEFAULTS, *flags, "--dtype", "float32"])
+    if given := [f"--{name.replace('_', '-')}" for name in NOT_SHOWN if getattr(args, name)]:
+        raise lopti.UserError(f"the page shows an update by the paper's methods: not {given[0]}")
+    for file in filter(None, vars(options).values()):
+        if not file.parent.is_dir():
+            raise lopti.UserError(f"cannot write {file}: there is no folder {file.parent}")
     policy, tokenizer, rows, _ = lopti.prepare(args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
     command = shlex.join(["python", "data/lab/tokens.py", *flags])

@@ -13,11 +13,11 @@ import copy
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti  # isort: skip, before torch
+
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import lopti
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "make"))
 import puzzles

@@ -1,7 +1,9 @@
 """A designed world with a dial: where AR and Lopti win, where they change nothing, where they lose.
 
-    python data/lab/world.py                   # ten minutes: world.jsonl, a picture, a table
+    python data/lab/world.py                   # ten minutes: results/world.jsonl
     LOPTI_QUICK=1 python data/lab/world.py     # few seeds and steps, into runs/world: a minute
+
+It prints each method's lead. plot.py draws world.jsonl, analysis.py makes the table of it.
 
 The worlds are BUILT so that the paper's premise holds, or does not. They show that the methods can
 help, when, and why. They do not show that a language model is such a world.
@@ -12,16 +14,20 @@ same few parameters through random features: a drift of the words disturbs the d
 network. Advantages, split, loss are lopti's. S seeds, B responses, T tokens, R logit rows, V words.
 """
 
+import argparse
+import json
+import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from variants import random_split
+import lopti  # isort: skip, before torch
 
-import lopti
+import numpy as np
+import torch
+from tqdm import tqdm
+from variants import random_split
 
 GROUP_SIZE = 8
 METHODS = {  # α, η, Lopti's order, passes over a batch
@@ -137,14 +143,61 @@ def train(world, name, rate, steps, seeds, block):
     return *(torch.stack(values).numpy() for values in zip(*history)), theta.detach().numpy()
 
 
-if __name__ == "__main__":
-    import analysis  # only here: these three import this file
-    import experiments
-    import plot
+# ---- Every method at many rates
 
-    sys.argv[1:] and sys.exit(__doc__)  # it takes no flags
+QUICK = bool(os.environ.get("LOPTI_QUICK"))
+BLOCK = 0 if QUICK else 3  # names a set of seeds
+TUNING, JUDGED, STEPS = (3, 4, 10) if QUICK else (10, 20, 40)  # seeds that choose a rate; judged
+RATES = {"unit steps": (0.05, 0.12, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0)}
+RATES["one AdamW"] = tuple(rate / 10 for rate in RATES["unit steps"])
+
+
+def outcomes(of, method, rate, limit):
+    """(2, S): the mean accuracy over the steps, and that where the KL first passes the limit."""
+    accuracies, kls, _ = train(of, method, rate, STEPS, TUNING + JUDGED, BLOCK)
+    kls = np.maximum.accumulate(kls)
+    at_limit = [np.interp(limit, *seed) for seed in zip(kls.T, accuracies.T)]  # or at the end
+    return np.stack([accuracies[1:].mean(0), at_limit])
+
+
+def train_methods(name):
+    """Rows: world, method, view, rate, accuracies of judged seeds. Other seeds choose the rate.
+
+    For equal KL four more rates around the best are tried, because it depends on the rate sharply.
+    """
+    of, limit = WORLDS[name]
+    rates = RATES[of.optimizer]
+    for method in METHODS:
+        if "no bias" in method and not of.late:
+            continue  # the same to the last digit: V(s) is 0
+        runs = {rate: outcomes(of, method, rate, limit) for rate in rates}
+        best = max(rates, key=lambda rate: runs[rate][1][:TUNING].mean())
+        near = [best * 2.5**share for share in (-0.5, -0.25, 0.25, 0.5)]  # 2.5: the grid's spacing
+        runs |= {rate: outcomes(of, method, rate, limit) for rate in near}
+        views = {"one rate": (0, rates[2:3]), "best rate": (0, rates), "equal KL": (1, runs)}
+        for view, (at, tried) in views.items():
+            rate = max(tried, key=lambda rate: runs[rate][at][:TUNING].mean())
+            row = {"world": name, "method": method, "view": view, "rate": round(rate, 4)}
+            yield row | {"accuracies": runs[rate][at][TUNING:].round(4).tolist()}
+
+
+def main():
+    look = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=look).parse_args()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    file = experiments.train_worlds()
-    plot.draw_worlds(experiments.read_lines(file)).savefig(file.with_suffix(".png"))
-    print(analysis.worlds_table(experiments.read_lines(file)))
+    rows = [row for name in tqdm(WORLDS, disable=None) for row in train_methods(name)]
+    file = (Path("runs/world") if QUICK else Path(__file__).with_name("results")) / "world.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    file.write_text("".join(lines), encoding="utf-8")
+    for name in WORLDS:
+        found = [row for row in rows if (row["world"], row["view"]) == (name, "equal KL")]
+        means = {row["method"]: np.mean(row["accuracies"]) for row in found}
+        print(f"\n{name}: accuracy minus GRPO's at equal KL")
+        for method, mean in means.items():
+            print(f"  {mean - means['GRPO']:+.3f}  {method}")
+
+
+if __name__ == "__main__":
+    main()

@@ -26,14 +26,16 @@ from ast import literal_eval
 from functools import partial
 from pathlib import Path
 
+DATA = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(DATA.parent))
+import lopti  # isort: skip, before torch  # noqa: F401
+
 import arithmetic
 import puzzles
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-DATA = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(DATA.parent))
 from rewards import MATH_REQUEST, TASKS, render_prompt
 
 SPECIAL = ["<|pad|>", "<|end|>", "<|unknown|>", "<|user|>", "<|assistant|>"]

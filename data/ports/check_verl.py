@@ -20,6 +20,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the workers
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_on_cpu,verl_lopti"
+import lopti  # isort: skip, before torch
 
 import ray
 import small_rollout as small
@@ -35,8 +36,6 @@ from verl.utils import tensordict_utils
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.utils.losses import ppo_loss
-
-import lopti
 
 SMALL = """actor_rollout_ref.model.path={folder}/policy trainer.n_gpus_per_node={processes}
     actor_rollout_ref.model.custom_chat_template=null

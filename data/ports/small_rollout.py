@@ -3,11 +3,10 @@
 import sys
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti  # isort: skip, before torch
 
-import lopti
+import torch
 
 SETTINGS = {"prompts_per_step": 4, "group_size": 4, "mini_batch_size": 8, "temperature": 1.2}
 SETTINGS |= {"kl_coef": 0.1, "max_new_tokens": 60, "max_grad_norm": 1000.0, "learning_rate": 1e-4}

@@ -6,11 +6,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
+import lopti  # isort: skip, before torch
+
 import pytest
 import torch
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
 pytest.importorskip("trl", reason="the port to TRL is tested where trl is installed")
 
 import small_rollout as small
@@ -19,8 +21,6 @@ from small_rollout import tensor_of
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl_lopti import LoptiTrainer, trl_settings
-
-import lopti
 
 grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # both sides get the same mini-batches
 GOLDEN = json.loads((HERE.parent / "golden.json").read_text(encoding="utf-8"))

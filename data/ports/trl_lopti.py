@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti  # isort: skip, before torch
 
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-import lopti
 from rewards import kk_reward
 
 
