@@ -25,7 +25,6 @@ ROOT = HERE.parent.parent
 RESULTS, PLAN = HERE / "results" / "runs.jsonl", HERE / "results" / "plan.txt"
 OF_ALL = "--eval-every 6 --eval-samples 2 --save-every 0"
 HELD_OUT = "--people 2 3 --train 0 --test 100 --seed 20251122"  # flags of data/make/puzzles.py
-TWO, REVERSED = "GRPO, two passes", "reversed Lopti"
 
 
 def rows_of(path):

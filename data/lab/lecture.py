@@ -15,10 +15,9 @@ import lopti  # isort: skip, before torch
 import matplotlib.pyplot as plt
 import pandas
 import torch
-from experiments import REVERSED, TWO
 from IPython.display import Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
-from plot import COLORS
+from plot import COLORS, REVERSED, TWO
 from theory import logit_gradient_bounds
 from variants import random_split, updated_copy
 

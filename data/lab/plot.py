@@ -12,11 +12,11 @@ import experiments
 import matplotlib
 import numpy as np
 import world
-from experiments import REVERSED, TWO
 from matplotlib.figure import Figure
 
 # One colour for each thing and one look, in every picture of the project: Okabe and Ito's colours,
 # which colour-blind readers can tell apart, and type that a last row can read.
+TWO, REVERSED, RANDOM = "GRPO, two passes", "reversed Lopti", "random split"
 COLORS = {
     "low": "#D55E00",  # tokens with π < η
     "high": "#0072B2",  # tokens with π ≥ η
@@ -27,6 +27,7 @@ COLORS = {
     "Lopti": "#009E73",
     "AR + Lopti": "#CC79A7",
     REVERSED: "#56B4E9",
+    RANDOM: "#BBBBBB",
     "high only": "#0072B2",
 }
 LOOK = {"font.size": 15, "axes.titlesize": 17, "axes.titlelocation": "left", "savefig.dpi": 110}
@@ -38,7 +39,10 @@ BIAS, NEW = ", without bias", ", new seeds"
 PICTURES = {  # file → methods; titles: by step, at equal KL
     "equal_kl": (
         (f"GRPO{NEW}", f"Lopti{NEW}", f"{TWO}{NEW}"),
-        ("By step: no measurable difference", "At equal KL: two passes are behind one"),
+        (
+            "By step: no measurable difference",
+            "At equal KL: two passes of the same rate are behind",
+        ),
     ),
     "bias": (
         ("GRPO", "AR α = 1", f"AR α = 1{BIAS}"),
@@ -82,7 +86,8 @@ def draw_two_views(lines, methods, titles):
     far = 2 * by_kl.lines[0].get_xdata()[-1]  # what goes on for long does not squeeze the rest
     by_kl.set_xlim(right=min(far, by_kl.get_xlim()[1]))
     by_step.xaxis.get_major_locator().set_params(integer=True)
-    labels, title = by_step.get_legend_handles_labels(), f"means of {len(seeds)} seeds; bands: 95 %"
+    title = f"Means of {len(seeds)} seeds, bands: 95 %; by KL up to where the first seed ends"
+    labels = by_step.get_legend_handles_labels()
     figure.legend(*labels, title=title, loc="outside lower center", ncols=3)
     return figure
 
@@ -104,38 +109,41 @@ def draw_diagnosis(found, alphas, title):
     return figure
 
 
-DRAWN = ("AR, α = 1", "AR, α = .3", "Lopti", "random split", "GRPO, two passes")
+DRAWN = {"AR, α = 1": "AR α = 1", "AR, α = .3": "AR"} | {x: x for x in ("Lopti", RANDOM, TWO)}
 WORLDS = {  # the three of world.py that are drawn
-    "unlikely wording, unit steps": "Unlikely words are noise:\nLopti and AR win",
-    "wording like decisions": "Signal and noise sit alike:\nno gain",
-    "good policy, likely wording": "Unlikely words are signal:\nLopti and AR lose",
+    "unlikely wording, unit steps": "Signal at likelier tokens:\nthey lead",
+    "wording like decisions": "Signal and energy alike:\nno lead",
+    "good policy, likely wording": "Signal at unlikelier tokens:\nthey fall behind",
 }
-NOTE = """Points: accuracy minus GRPO's at the same distance (KL) from the start, 95 % intervals.
-Scales differ. Numbers: the gain over GRPO that was predicted before training; 1 is none.
-Steps have a fixed length; in the middle AdamW's."""
+NOTE = """Points: accuracy minus GRPO's at equal KL, 95 % intervals. Each panel has its own scale.
+Predicted gain: how much more reward than GRPO's a first step adds, by the theory.
+Steps have a fixed length, in the middle AdamW's."""
 
 
 def draw_worlds(rows):
-    """A win, a tie and a loss: where signal and noise sit, what was predicted, what was found."""
-    figure, axes = canvas(3, 7, sharey=True)
+    """A win, a tie and a loss: where signal and energy sit, what was predicted, what was found."""
+    figure, axes = canvas(3, 7.5, sharey=True)
     for axis, (name, title) in zip(axes, WORLDS.items()):
         (of, _), reach = world.WORLDS[name], 0.0
         signals, products = analysis.moments(of, lambda pi: pi**0, lambda pi: pi)
-        by_signal, by_noise = signals[1] / signals[0], products[0, 1] / products[0, 0]
+        by_signal, by_energy = signals[1] / signals[0], products[0, 1] / products[0, 0]
         text = {"ha": "right", "va": "center", "transform": axis.get_yaxis_transform()}
-        for height, method in enumerate(DRAWN):
+        for height, (method, color) in enumerate(DRAWN.items()):
             mean, half, _ = analysis.gain_in_world(rows, name, "equal KL", method)
-            style = {"color": COLORS["Lopti" if height < 3 else "GRPO"], "capsize": 5}
-            axis.errorbar(mean, height, xerr=half, fmt="o", markersize=10, **style)
-            bound = "≤ " * (height > 2)  # of plain passes and random groups (DESIGN.md)
-            axis.text(0.99, height, f"{bound}{analysis.predicted_gain(of, method):.2f}", **text)
+            style = {"color": COLORS[color], "fmt": "o", "markersize": 10, "capsize": 5}
+            axis.errorbar(mean, height, xerr=half, **style)
+            gain = round(100 * analysis.predicted_gain(of, method)) - 100
+            gain = "≤ 0 %" if method in (RANDOM, TWO) else f"{gain:+d} %"  # a bound: DESIGN.md
+            axis.text(0.99, height, gain.replace("-", "−").replace("+0", "0"), **text)
             reach = max(reach, 1.9 * (abs(mean) + half))
-        axis.text(0.99, 4.35, "predicted", **text)
+        axis.text(0.99, 4.4, "predicted gain", weight="bold", **text)
         axis.axvline(0, color="black", linewidth=1.5)
         axis.set(xlim=(-reach, reach), ylim=(-0.5, 4.7), xlabel="accuracy minus GRPO's")
-        axis.set_title(f"{title}\nmean π: signal {by_signal:.2f}, noise {by_noise:.2f}")
+        axis.set_title(f"{title}\nmean π: signal {by_signal:.3f}, energy {by_energy:.3f}")
         axis.set_yticks(range(len(DRAWN)), DRAWN)
         axis.locator_params(axis="x", nbins=5)
+    message = "AR and Lopti lead where the signal sits at likelier tokens than the energy"
+    figure.suptitle(message, x=0.01, ha="left", weight="bold")
     figure.supxlabel(NOTE, fontsize=14, ha="left", x=0.01)
     return figure
 
