@@ -43,7 +43,7 @@ def message_text(message):
 FORMAT_REWARD, FORMAT_PENALTY = 1.0, -1.0
 ALL_CORRECT, SOME_WRONG, NOT_PARSABLE = 2.0, -1.5, -2.0
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-ANY_NAME = r"[^\W\d_][\w'. -]*?"  # Zoey, Mary Ann, O'Neil
+ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so time is linear
 
 
 def kk_reward(completions, solution, **columns):
@@ -94,8 +94,7 @@ def read_roles(text, names=None):
     """
     text = text.lower()
     name = ANY_NAME if names is None else "|".join(map(re.escape, names))
-    pairs = re.findall(rf"\b(?:and\s+)?({name})\s+is\s+a\s+(knight|knave)\b", text)
-    roles = dict(pairs)
+    roles = dict(re.findall(rf"\b(?:and\s+)?({name})\s+is\s+a\s+(knight|knave)\b", text))
     complete = names is None or roles.keys() == names.keys()
     return roles if complete and len(roles) == len(re.findall("knight|knave", text)) else None
 

@@ -898,6 +898,9 @@ def test_kk_names_of_several_words_stay_apart():
     one_line = "Zoey is a knight, and Mary Ann is a knave."
     assert kk("Mary Ann is a knave and Zoey is a knight", truth=one_line) == 3.0
 
+    name = "a" * 50  # where each word could begin a name of any length, time is quadratic
+    assert rewards.read_roles(f"{name} is a knight") == {name: "knight"}
+    assert rewards.read_roles(f"a{name} is a knight") is None
 
 def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
     for function in (rewards.kk_reward, rewards.math_reward):
