@@ -610,14 +610,13 @@ def compute_rewards(texts, rows, args):
     and gets every column of the data as a list with one entry for each response.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
-    names = dict.fromkeys(itertools.chain(*(row["columns"] for row in rows)))
-    columns = {name: [row["columns"].get(name) for row in rows] for name in names}
+    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
-    with user_errors(f"the reward {function.__name__} failed"):
+    with user_errors(f"the reward {args.reward or args.task} failed"):
         rewards = [float(reward) for reward in function(completions=texts, **columns)]
     if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-        raise UserError(f"{function.__name__} must return one finite number for each response")
+        raise UserError(f"{args.reward} must return one finite number for each response")
     return rewards
 
 
@@ -627,4 +626,4 @@ def load_function(place):
     module, _, name = place.partition(":")
     sys.path.append(os.getcwd())
     with user_errors(f"--reward {place}: give MODULE:FUNCTION"):
-        return getattr(importlib.import_module(module), name)
+        return functools.partial(getattr(importlib.import_module(module), name))  # or TypeError

@@ -9,6 +9,7 @@ First come the paper's equations with numbers done by hand, for a port to copy.
 import argparse
 import copy
 import doctest
+import functools
 import importlib
 import io
 import itertools
@@ -1194,12 +1195,20 @@ def from_the_data(completions, value, prompts, **columns):
     return [x or 0 for x in value]
 
 
-def test_a_reward_function_of_ones_own():
+class FromTheData:
+    def __call__(self, **columns):
+        return from_the_data(**columns)
+
+
+from_a_partial, from_an_object = functools.partial(from_the_data, more=1), FromTheData()
+
+
+@pytest.mark.parametrize("name", ["from_the_data", "from_a_partial", "from_an_object"])
+def test_a_reward_function_of_ones_own(name):
     """It gets every column of every row, as in TRL; it returns one finite number a response."""
-    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
+    args = arguments(f"--reward {__name__}:{name} --solved-reward 1")
     for values in ((None, 6.5), (1, math.nan), (1, math.inf), (1, 2, 3)):
-        columns = [{"value": value} if value else {} for value in values]
-        rows = [{**data_row("?"), "columns": of_row} for of_row in columns]
+        rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
         with nullcontext() if values[0] is None else pytest.raises(lopti.UserError, match="from_"):
             assert lopti.compute_rewards(["a", "b"], rows, args) == [0.0, 6.5]
 
@@ -1667,3 +1676,5 @@ def test_out_of_memory_and_a_model_that_cannot_sample(name, run_copy, monkeypatc
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted and not result.failed
+    "--reward math:pi": "must be callable",
+    "--solved-reward nan": "--solved-reward",
