@@ -1156,6 +1156,8 @@ def parse_arguments(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
     args = parser.parse_args(argv)
+    if args.eval_only and args.data:
+        raise UserError("--eval-only evaluates --eval-data: leave out --data, which is not read")
     if args.resume:
         with user_errors(f"--resume {args.resume}: name the folder of a run, runs/NAME"):
             config = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
