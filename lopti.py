@@ -1084,7 +1084,7 @@ def number(kind, low, high=math.inf):
 def build_parser():
     share, not_negative = number(float, 0, 1), number(float, 0, 1e9)
     rate, temperature = number(float, 1e-12, 1), number(float, 0.01, 100)
-    count, at_least_1 = number(int, 0), number(int, 1)
+    count, at_least_1, score = number(int, 0), number(int, 1), number(float, -1e9, 1e9)
     parser = Parser(
         usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
         description=__doc__.split("\n\n")[0],
@@ -1128,7 +1128,7 @@ def build_parser():
     add("--data", help="jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
     add("--eval-data", help="evaluation rows, in the same forms")
     add("--reward", metavar="MODULE:FUNCTION", help="your own, f(completions, solution, **columns)")
-    add("--solved-reward", type=float, help="a response counts as right from this reward on")
+    add("--solved-reward", type=score, help="a response counts as right from this reward on")
     add("--people", type=int, nargs="+", default=[2, 3], help="kk: sizes of puzzles")
     add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of forwards")
     add("--device", default="auto", help="auto: a GPU or cpu; mps is untried")
@@ -1156,6 +1156,8 @@ def parse_arguments(argv=None):
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = build_parser()
     args = parser.parse_args(argv)
+    if args.eval_only and args.data:
+        raise UserError("--eval-only evaluates --eval-data: leave out --data, which is not read")
     if args.resume:
         with user_errors(f"--resume {args.resume}: name the folder of a run, runs/NAME"):
             config = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))

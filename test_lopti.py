@@ -9,6 +9,7 @@ First come the paper's equations with numbers done by hand, for a port to copy.
 import argparse
 import copy
 import doctest
+import functools
 import importlib
 import io
 import itertools
@@ -897,6 +898,9 @@ def test_kk_names_of_several_words_stay_apart():
     assert kk("Ann is a knight", truth="(1) Jo Ann is a knight") == -1.0
     one_line = "Zoey is a knight, and Mary Ann is a knave."
     assert kk("Mary Ann is a knave and Zoey is a knight", truth=one_line) == 3.0
+    name = "a" * 50  # where each word could begin a name of any length, time is quadratic
+    assert rewards.read_roles(f"{name} is a knight") == {name: "knight"}
+    assert rewards.read_roles(f"a{name} is a knight") is None
 
 
 def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
@@ -1084,7 +1088,7 @@ def test_every_shape_of_row_in_every_format(tmp_path, shape, suffix):
     data, path = datasets.Dataset.from_list([row]), str(tmp_path / f"rows.{suffix}")
     path += "l" if suffix == "json" else ""
     getattr(data, f"to_{suffix}")(path)
-    flags = f"--task {task} --people 1 --eval-only --data {path} --eval-data {path}"
+    flags = f"--task {task} --people 1 --eval-only --eval-data {path}"
     training, (loaded,) = load_data(flags)
     assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
     assert loaded["difficulty"] == ("1" if task == "kk" else "all")
@@ -1123,14 +1127,50 @@ def test_every_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys)
     training, evaluation = load_data("--people 2 --max-prompt-length 99", **files)
     assert [row["columns"].get("of_one", 1) for row in training] == [None, None]  # not missing
     assert [row["question"] for row in training] == ["who?", "a ?"] and len(evaluation) == 3
-    told = "new.jsonl: 8 rows, 6 left out: 1 whose solution the reward cannot read (row 2), "
+    told = "new.jsonl: 8 rows, 5 left out: 1 whose solution --task kk cannot read (row 2), "
     told += "1 without a prompt or a solution (row 3), 1 with half a character (a lone surrogate) "
-    told += "(row 4), 1 not of --people 2 (row 5), 1 longer than --max-prompt-length 99 (row 6), "
+    told += "(row 4), 1 longer than --max-prompt-length 99 (row 6), "
     told += "1 also in the evaluation data (row 8)\n2 training and 3 of 3 evaluation prompts\n"
-    assert told in capsys.readouterr().out
+    assert capsys.readouterr().out == told  # that --people leaves rows out is no news
     files["data"] = "not/there.jsonl"  # not looked for
     training, evaluation = load_data("--eval-only --people 1 2 --eval-size 2", **files)
     assert not training and [row["difficulty"] for row in evaluation] == ["1", "1", "2", "2"]
+
+
+GOOD = {"problem": "2?", "answer": "2"}
+NO_SOLUTION, NOT_READ = "without a prompt or a solution", "that cannot be read"
+BAD = [({**GOOD, "answer": x}, NO_SOLUTION) for x in (None, math.nan, -math.inf, ["3"], {"a": 3})]
+BAD += [({"question": "2?", "answer": x}, NO_SOLUTION) for x in (None, math.nan, ["3"])]
+BAD += [({"problem": "2?", "solution": 2}, NO_SOLUTION), ({"problem": "2?"}, NO_SOLUTION)]
+BAD += [({**GOOD, "problem": 5}, NOT_READ), ({"quiz": 5, "solution_text_format": LILY}, NOT_READ)]
+BAD += [({"prompt": user("2?"), "reward_model": None}, NOT_READ), (7, NOT_READ), (None, NOT_READ)]
+PARTS = [{"type": "text", "text": "2?"}]
+BAD += [({"prompt": user(x), "solution": "2"}, NOT_READ) for x in (None, PARTS, 2)]
+
+
+@pytest.mark.parametrize(("bad", "reason"), BAD)
+def test_a_bad_row_is_left_out_and_counted_with_its_number(bad, reason, tmp_path, capsys):
+    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, bad, GOOD])
+    rows = rewards.load_rows(path, arguments("--task math"), TOKENIZER)
+    told = capsys.readouterr().out
+    assert len(rows) == 2 and told.startswith(f"rows.jsonl: 3 rows, 1 left out: 1 {reason} (")
+    assert told.endswith("(row 2)\n")
+
+
+def test_a_csv_file_of_excel_and_a_cell_too_many(tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
+    (row,) = rewards.load_rows(path, arguments("--task math"), TOKENIZER)
+    assert row["columns"] == {**GOOD, "note": ""}
+    assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
+
+
+def test_one_level_makes_one_group(tmp_path):
+    levels = [1, 1.0, "1", "1.0", None, "", math.nan, "Level 5"]
+    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": x} for x in levels] + [GOOD])
+    rows = rewards.load_rows(path, arguments("--task math"), TOKENIZER)
+    expected = ["1"] * 4 + ["all"] * 3 + ["Level 5", "all"]
+    assert [row["difficulty"] for row in rows] == expected
 
 
 def test_prompts_begin_as_the_model_is_used_to():
@@ -1154,14 +1194,17 @@ def test_prompts_begin_as_the_model_is_used_to():
 
 
 def test_data_are_read_as_they_are_written(tmp_path):
-    """No dates, floats or lines are made of what is text, a long number, or one line."""
-    problem, flags = "Two\u2028lines?", "--task math --eval-only --data {0} --eval-data {0}"
+    """No dates, floats or lines are made of what is text, a long number, or one line. A mark at the
+    beginning, empty lines, capitals in the name and 1e+20 for a number are nobody's intention."""
+    problem, flags = "Two\u2028lines?", "--task math --eval-only --eval-data {0}"
     answers = ["2021-03-04", "2021-03-04 05:06:07", 12345678901234567890123, "0.10", "1e3"]
-    rows = [json.dumps({"problem": problem, "answer": x}, ensure_ascii=False) for x in answers]
-    for name, text in (("a.jsonl", "\n".join(rows) + "\n\n"), ("a.json", f"[{','.join(rows)}]")):
-        (tmp_path / name).write_text(text, encoding="utf-8")
+    numbers = {1e20: "1" + "0" * 20, -2.0: "-2", 0.5: "0.5"}
+    rows = [{"problem": problem, "answer": x} for x in (*answers, *numbers)]
+    rows = [json.dumps(row, ensure_ascii=False) for row in rows]
+    for name, text in (("a.JSONL", "\n\n".join(rows) + "\n\n"), ("a.json", f"[{','.join(rows)}]")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
         _, loaded = load_data(flags.format(tmp_path / name))
-        assert [row["solution"] for row in loaded] == list(map(str, answers))
+        assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
         assert all(problem in row["prompt"] for row in loaded)
 
 
@@ -1191,12 +1234,20 @@ def from_the_data(completions, value, prompts, **columns):
     return [x or 0 for x in value]
 
 
-def test_a_reward_function_of_ones_own():
+class FromTheData:
+    def __call__(self, **columns):
+        return from_the_data(**columns)
+
+
+from_a_partial, from_an_object = functools.partial(from_the_data, more=1), FromTheData()
+
+
+@pytest.mark.parametrize("name", ["from_the_data", "from_a_partial", "from_an_object"])
+def test_a_reward_function_of_ones_own(name):
     """It gets every column of every row, as in TRL; it returns one finite number a response."""
-    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
+    args = arguments(f"--reward {__name__}:{name} --solved-reward 1")
     for values in ((None, 6.5), (1, math.nan), (1, math.inf), (1, 2, 3)):
-        columns = [{"value": value} if value else {} for value in values]
-        rows = [{**data_row("?"), "columns": of_row} for of_row in columns]
+        rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
         with nullcontext() if values[0] is None else pytest.raises(lopti.UserError, match="from_"):
             assert lopti.compute_rewards(["a", "b"], rows, args) == [0.0, 6.5]
 
@@ -1575,7 +1626,10 @@ def places(tmp_path_factory, finished_run):
     write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
     write_jsonl(folder / "surrogate.jsonl", [{"prompt": "\ud800", "solution": LILY}])
-    (folder / "broken.jsonl").write_text(json.dumps(puzzle) + '\n{"quiz": \n')
+    write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
+    good = json.dumps(puzzle)
+    (folder / "broken.jsonl").write_text(f'{good}\n\n{{"quiz": "torn"\n{good}\n')
+    (folder / "notes.txt").write_text(good)
     (folder / "empty.jsonl").touch()
     rope = {"rope_type": "dynamic", "rope_theta": 9, "factor": 4}
     changes = {  # of config.json
@@ -1613,7 +1667,12 @@ ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
     "--without-bias --alpha 0 --eta 0": "--alpha or --eta",
-    **dict.fromkeys(("--data {silent} --people 1", "--data {surrogate} --people 1"), "prompt"),
+    "--data {silent}": "data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt or a solution",
+    "--data {surrogate}": "half a character",
+    "--data {empty}": "no rows",
+    "--data {notes}": "jsonl, json, csv or parquet",
+    "--data {taken}": "column completions",
+    "--eval-only --data {holes}": "leave out --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
     **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
     # beyond its length π of the stretched one depends on the rest of the batch
@@ -1621,8 +1680,10 @@ ERRORS |= {  # the flags: what the sentence must name
     "--model {narrow}": "embedding",
     "--model {own}": "custom code",
     "--data {holes}": "holes.jsonl",
-    "--eval-data {broken}": "line 2",
+    "--eval-data {broken}": "line 3",
     "--reward nothing_there:f": "nothing_there",
+    "--reward math:pi": "must be callable",
+    "--solved-reward nan": "--solved-reward",
     f"--reward {__name__}:exits": "exits",
     "--output {empty}": "empty.jsonl",
     "--name finished --output {runs}": "--resume",
