@@ -43,6 +43,7 @@ import transformers
 from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rewards
@@ -714,13 +715,13 @@ def trained(policy, flags, folder):
     optimizer = lopti.make_optimizer(policy, args)
     run = lopti.Run(policy, TOKENIZER, optimizer, args)
     reference, rows = lopti.make_reference(policy, args), [data_row(*x) for x in SOLUTIONS.items()]
-    lopti.train(policy, reference, TOKENIZER, optimizer, rows, rows, run, args)
+    run.train(reference, rows, rows)
     return args, read_jsonl(run.folder / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("flags", TRAINING)
 def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
-    """Two steps of `train` against a loop on the sampled ids that calls nothing of lopti.py.
+    """Two steps of `Run.train` against a loop on the sampled ids that calls nothing of lopti.py.
 
     The weights, and every number of metrics.jsonl; the clock adds one at each look.
     """
@@ -773,8 +774,8 @@ def test_the_kl_at_sampling_by_hand():
     rollout, none = packed([[7], [7]], [[7] * 4] * 2), torch.zeros(2)
     rollout.mask, rollout.old_logprobs, rollout.ref_logprobs = old.exp() < 2, old, ref
     rollout.mask[:, 4] = False
-    inputs = [("all", dict.fromkeys(lopti.STATISTICS, 0))], {}, arguments("--group-size 2")
-    metrics = lopti.step_metrics(1, rollout, none, none, *inputs)
+    inputs = {"all": Counter(dict.fromkeys(lopti.STATISTICS, 0))}, {}, arguments("--group-size 2")
+    metrics = lopti.step_metrics(rollout, none, none, *inputs)
     assert metrics["rollout/kl"] == pytest.approx((0.1931472 + 0.3068528 + math.exp(-5) + 4) / 4)
 
 
@@ -813,11 +814,11 @@ def test_evaluation_counts(place, monkeypatch):
     levels, truths, seen, forked = ["10", "10", "10", "2", "2"], "77877", [], []
     rows = [{**data_row("?", x), "difficulty": y} for x, y in zip(truths, levels)]
 
-    def fake_sample(model, tokenizer, prompts, group_size, temperature, args):
+    def fake_sample(model, tokenizer, prompts, group_size, temperature, args, progress):
         seen.append((torch.initial_seed(), group_size, temperature))
         number = torch.arange(len(prompts) * group_size)
         texts = ["no" if temperature and (i % 2 or i > 15) else r"\boxed{7}" for i in number]
-        return SimpleNamespace(texts=texts, mask=torch.arange(5) < 2 + number[:, None] % 2)
+        return SimpleNamespace(texts=texts)
 
     fork = lambda devices, device_type: nullcontext(forked.extend([devices, device_type]))
     monkeypatch.setattr(lopti, "sample", fake_sample)
@@ -826,8 +827,7 @@ def test_evaluation_counts(place, monkeypatch):
     table, answered = lopti.evaluate(policy, TOKENIZER, rows, args)
     assert seen == [(8, 1, 0), (8, 4, 1)]
     assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
-    assert answered[0][1:3] == [(r"\boxed{7}", 1.0, 2), ("no", 0.0, 3)]
-    assert [row["length"] for row in table.values()] == pytest.approx([37 / 15, 2.5])
+    assert answered[0][1:3] == [(r"\boxed{7}", 1.0), ("no", 0.0)]
     lines = lopti.evaluation_table({"before": table, "after": table}, "level").splitlines()
     assert [re.sub(" +", " ", line).strip() for line in lines] == [
         "level prompts before after",
@@ -1308,7 +1308,7 @@ def test_committed_puzzles_are_all_different_and_have_one_solution():
 
 # ------------------------------------------------------------------------------ flags and runs
 
-TINY_FLAGS = f"""--preset tiny --advantage grpo --alpha 0 --eta 0 --order low-high --passes 1
+TINY_FLAGS = f"""--advantage grpo --alpha 0 --eta 0 --order low-high --passes 1
     --top-entropy 0 --min-p 0 --clip-low 0.2 --clip-high 0.24 --kl-coef 0.001
     --prompts-per-step 16 --group-size 8 --temperature 1 --max-prompt-length 400
     --max-new-tokens 256 --sample-batch-size 256 --learning-rate 1e-4 --mini-batch-size 64
@@ -1323,24 +1323,24 @@ ALL_FLAGS = {  # short: all that they stand for
     "": TINY_FLAGS,
     "--task math": f"""{TINY_FLAGS} --task math --solved-reward 1 --prompts-per-step 64
         --mini-batch-size 256 --sample-batch-size 512""",
-    "--preset kk": f"""{TINY_FLAGS} {PAPER_FLAGS} --preset kk --model Qwen/Qwen2.5-3B-Instruct
+    f"@{ROOT}/data/kk.flags": f"""{TINY_FLAGS} {PAPER_FLAGS} --model Qwen/Qwen2.5-3B-Instruct
         --people 3 4 5 6 7 --steps 351 --data K-and-K/knights-and-knaves:train:{SPLITS}
         --eval-data K-and-K/knights-and-knaves:test:{SPLITS}""",
-    "--preset math": f"""{TINY_FLAGS} {PAPER_FLAGS} --preset math --model Qwen/Qwen2.5-3B
+    f"@{ROOT}/data/math.flags": f"""{TINY_FLAGS} {PAPER_FLAGS} --model Qwen/Qwen2.5-3B
         --task math --solved-reward 1 --steps 781 --data agentica-org/DeepScaleR-Preview-Dataset
         --eval-data HuggingFaceH4/MATH-500::test""",
 }
 
 
 @pytest.mark.parametrize("flags", ALL_FLAGS)
-def test_every_default_and_both_presets_are_these(flags):
+def test_every_default_and_both_files_of_flags_are_these(flags):
     args, off = arguments(flags), ["stapo", "reward", "eval_only", "resume", "name", "without_bias"]
-    off += [] if "preset" in flags else ["gradient_checkpointing", "data", "eval_data"]
+    off += [] if "@" in flags else ["gradient_checkpointing", "data", "eval_data"]
     assert args == arguments(ALL_FLAGS[flags]) and not any(getattr(args, name) for name in off)
     constants = {"weight_decay": 0.01, "max_grad_norm": 1.0, "clip_dual": 10.0}
     constants |= {"stapo_tau": 0.002, "stapo_quantile": 0.75, "eval_temperature": 1.0}
     assert constants.items() <= vars(args).items()
-    assert arguments(f"--steps 9 {flags}").steps == 9  # what you say wins over a preset
+    assert arguments(f"{flags} --steps 9").steps == 9  # a later flag wins
 
 
 def test_help_names_every_flag_and_the_pages_no_other(capsys):
@@ -1441,6 +1441,38 @@ def run_copy(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run, tmp_path / "copy"))
 
 
+def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
+    """By hand: the shortest puzzle that became right, without reasoning; lines of numbers."""
+    rows = [{"question": text} for text in ("long, became right", "became right", "was right", "")]
+    before, after = (
+        [[("<think></think> b", x)] for x in xs] for xs in ([-3, 0, 3, 0], [3, 3, 3, 0])
+    )
+    lopti.show_learned(rows, before, after, arguments())
+    assert capsys.readouterr().out.splitlines()[2:] == ["became right", "before: b", "after:  b"]
+    lopti.show_learned(rows[2:], before[2:], after[2:], arguments())
+    assert not capsys.readouterr().out
+    lines = [{"accuracy": x, "low_probability_share": x / 2} for x in (0.25, 0.5, 1.0)]
+    text = lopti.paper_in_numbers(lines, 0.5).splitlines()
+    assert text[0].endswith("▃▅█ 0.25 → 1.00") and "12 and 50 % of the tokens" in text[1]
+    for line, norm in zip(lines, (0.5, 0.6, 0.7)):
+        line |= {"grad_norm/low": norm, "grad_norm/high": norm / 2}
+    assert (
+        "length 0.50 and 0.70, that of all other tokens 0.25 and 0.35"
+        in (lopti.paper_in_numbers(lines, 0.5).splitlines()[2])
+    )
+
+
+def test_an_evaluation_shows_how_far_it_is(monkeypatch):
+    """Each answer counts once; the bar is not there where the output is no terminal."""
+    rows = [data_row("Who?", "1"), data_row("What is it?", "1")]
+    args, made = arguments("--task math --max-new-tokens 40 --sample-batch-size 4"), []
+    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: made.append(bar))
+    counted = []
+    monkeypatch.setattr(tqdm, "update", lambda bar, n: counted.append(n))
+    lopti.evaluate(random_model(), TOKENIZER, rows, args)
+    assert made[0].total == sum(counted) == 10 and made[0].disable
+
+
 def test_what_a_run_leaves_behind(finished_run):
     steps = read_jsonl(finished_run / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
@@ -1476,7 +1508,7 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
 STOPS = {  # what is called when a signal comes, its calls before, the signals, the steps
     "before the first evaluation": ("method_name", 2, [signal.SIGTERM], 0),
     "in step 2, after it": ("group_advantages", 1, [signal.SIGINT], 2),
-    "asked twice, at once": ("group_advantages", 1, [signal.SIGINT] * 2, 1),
+    "asked twice, at once": ("group_advantages", 1, [signal.SIGINT, signal.SIGTERM], 1),
     "in the second evaluation, at once": ("sample", 5, [signal.SIGTERM], 2),
 }
 
@@ -1649,7 +1681,11 @@ def places(tmp_path_factory, finished_run):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     (folder / "weightless" / "model.safetensors").unlink()
-    for family in HYBRIDS:
+    for name, text in (("wrong", "--steps 9 # nine\n\n--alpha 2"), ("torn", "--steps\n9")):
+        (folder / f"{name}.flags").write_text(text)
+    ended = shutil.copytree(finished_run, folder / "ended")  # as --save-every 0 leaves a run
+    shutil.rmtree(ended / "checkpoints")
+    for family in HYBRIDS + SEE_AHEAD:
         random_model(family).save_pretrained(folder / family)
         TOKENIZER.save_pretrained(folder / family)
     named = {path.stem: path for path in folder.iterdir()}
@@ -1661,6 +1697,7 @@ def exits(completions, **columns):
 
 
 HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa")  # each has layers that are not plain attention
+SEE_AHEAD = ("Bert",)  # an encoder: it sees the tokens that follow
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
@@ -1672,9 +1709,13 @@ ERRORS |= {  # the flags: what the sentence must name
     "--data {empty}": "no rows",
     "--data {notes}": "jsonl, json, csv or parquet",
     "--data {taken}": "column completions",
-    "--eval-only --data {holes}": "leave out --data",
+    "--eval-only --data {holes}": "instead of --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
     **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
+    **{f"--model {{{name}}}": "causal" for name in SEE_AHEAD},
+    "@{wrong}": "wrong.flags, line 3: argument --alpha: must lie between 0 and 1, not 2",
+    "@{torn}": "torn.flags, line 1: argument --steps",
+    "@nothing.flags": "nothing.flags",
     # beyond its length π of the stretched one depends on the rest of the batch
     **dict.fromkeys(("--model {short}", "--model {stretched}"), "--max-new-tokens"),
     "--model {narrow}": "embedding",
@@ -1689,18 +1730,19 @@ ERRORS |= {  # the flags: what the sentence must name
     "--name finished --output {runs}": "--resume",
     "--resume {run} --steps 3": "--steps",
     "--resume {runs}": "--resume",
+    "--resume {ended} --steps 9": "final",  # nothing is deleted
 }
 
 
 @pytest.mark.parametrize("flags", ERRORS)
 def test_errors_end_in_one_sentence_that_names_what_to_change(flags, places, tmp_path, capsys):
-    before = {path: path.read_bytes() for path in places["run"].rglob("*.json*")}
+    before = {path: path.read_bytes() for path in places["runs"].parent.rglob("*.json*")}
     all_flags = flags.format(**places)
     if "--resume" not in flags:  # a small run in another place, where it is not refused
         all_flags = FLAGS + f"--steps 1 --name run --output {tmp_path / 'runs'} " + all_flags
     assert ERRORS[flags] in refused(capsys, all_flags)
     assert ("exits" in flags) == (tmp_path / "runs").exists()  # all others before training
-    assert before == {path: path.read_bytes() for path in places["run"].rglob("*.json*")}
+    assert before == {path: path.read_bytes() for path in before}
 
 
 FULL = torch.OutOfMemoryError("CUDA out of memory")
