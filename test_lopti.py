@@ -1357,6 +1357,15 @@ def test_help_names_every_flag_and_the_pages_no_other(capsys):
         assert any(hasattr(module, name) for module in (lopti, rewards, theory)), name
 
 
+def test_the_readme_says_claims_in_words():
+    """Its prose has few numbers and no intervals: those stand in RESULTS.md."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    prose = re.sub(r"```.*?```|^\|.*?$|^!.*?$|\]\(.*?\)", "", text, flags=re.DOTALL | re.MULTILINE)
+    numbers, words = re.findall(r"(?<![\w.])\d[\d.]*", prose), prose.split()
+    assert len(numbers) / len(words) < 0.05 and text.count("±") <= 6
+    assert len(words) < 850 and len(text.encode()) < 7500
+
+
 def test_resume_changes_only_what_does_not_change_the_run(tmp_path):
     config = vars(arguments("--alpha 0.3"))
     (tmp_path / "config.json").write_text(json.dumps(config))
