@@ -21,12 +21,12 @@ that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-bat
 - *New attempt*: a word that starts another attempt (Suppose …), the alternatives to `</think>`.
 
 Gradients are kept whole where that takes at most 2 GB; else each as a sketch: inner products are
-right on average, with a standard error of .2 % of the product of the lengths. LOPTI_QUICK=1 takes
-fewer, smaller batches: a minute.
+right on average, with a standard error of .2 % of the product of the lengths.
 """
 
 import argparse
 import copy
+import io
 import itertools
 import math
 import os
@@ -124,31 +124,28 @@ def changed(settings, **changes):
 
 def kinds(ids, mask, tokenizer):
     """Wording, words that start another attempt, `</think>`: (3, B, L). Else (0, B, L)."""
-    vocabulary, supposing = tokenizer.get_vocab(), puzzles.WORDING["supposition"]
+    vocabulary = tokenizer.get_vocab()
     if not {*puzzles.WORDING_WORDS, "</think>"} <= vocabulary.keys():
         return mask[None][:0]
-    begins = torch.isin(ids, ids.new_tensor([vocabulary[word] for word in supposing]))
-    another = begins & mask.roll(1, 1)  # the first attempt is no choice
-    return mask & torch.stack(
-        [wording(ids, tokenizer) & ~another, another, ids == vocabulary["</think>"]]
-    )
+    supposing = ids.new_tensor([vocabulary[word] for word in puzzles.WORDING["supposition"]])
+    another = torch.isin(ids, supposing) & mask.roll(1, 1)  # the first attempt is no choice
+    words = wording(ids, tokenizer) & ~another
+    return mask & torch.stack([words, another, ids == vocabulary["</think>"]])
 
 
 def texts_to_learn(policy, tokenizer, rows, args):
     """A batch of --supervised, as of `collect`: the texts of its rows, Â = 1 on every token."""
-    ends, responses = [tokenizer.eos_token_id], [row["columns"].get("response") for row in rows]
-    if not all(isinstance(text, str) for text in responses):
+    texts = [[row["prompt"], row["columns"].get("response")] for row in rows]
+    if not all(isinstance(text, str) for _, text in texts):
         raise lopti.UserError("--supervised needs --data with a column `response`, a text in each")
-    prompts, responses = (
-        tokenizer(texts, add_special_tokens=False)["input_ids"]
-        for texts in ([row["prompt"] for row in rows], responses)
-    )
-    responses = [(x + ends * (x[-1:] != ends))[: args.max_new_tokens] for x in responses]
+    ids = (tokenizer(list(part), add_special_tokens=False)["input_ids"] for part in zip(*texts))
+    prompts, responses, end = *ids, [tokenizer.eos_token_id]
+    responses = [(x + end * (x[-1:] != end))[: args.max_new_tokens] for x in responses]
     tensors = [x.to(policy.device) for x in lopti.pack(prompts, responses, tokenizer.pad_token_id)]
     rollout = lopti.Rollout(*tensors, torch.zeros_like(tensors[-1]) > 0, [""] * len(rows))
     rollout.old_logprobs, entropies = lopti.score(policy, rollout, args, with_entropy=True)
     rollout.advantages = rollout.mask.float()
-    return rollout, tensors[-1] * 0 + args.solved_reward, entropies
+    return rollout, torch.ones(len(rows)), entropies
 
 
 def collect(policy, tokenizer, rows, args):
@@ -358,14 +355,14 @@ def gradient_statistics(dots, at_logits, counts, args, used):
 
 def half_statistics(dots, at_logits, counts, args, used):
     """How far predictions from every other mini-batch are off the gains of those between: rms."""
-    parts = [[i for i in used if i % 2 == odd] for odd in (0, 1)]
+    halves = [[i for i in used if i % 2 == odd] for odd in (0, 1)]
     with np.errstate(all="ignore"):  # of one mini-batch there are no pairs
-        a, b = (gradient_statistics(dots, at_logits, counts, args, part) for part in parts)
-    ar, split = "gain in %, {}", "an optimizer for each pass"
-    off = [x[ar.format("predicted")] - y[ar.format("measured")] for x, y in ((a, b), (b, a))]
-    off_split = [x[split][:1] - y[split][1:] for x, y in ((a, b), (b, a))]
-    rms = [np.square(pair).mean(0) ** 0.5 for pair in (off, off_split)]
-    return {"gain in %, prediction off by": rms[0], "prediction off by": rms[1]}
+        a, b = (gradient_statistics(dots, at_logits, counts, args, half) for half in halves)
+    ar, lopti_name = ("gain in %, predicted", "gain in %, measured"), "an optimizer for each pass"
+    off = [x[ar[0]] - y[ar[1]] for x, y in ((a, b), (b, a))]
+    off_split = [x[lopti_name][:1] - y[lopti_name][1:] for x, y in ((a, b), (b, a))]
+    rms = (np.square(pair).mean(0) ** 0.5 for pair in (off, off_split))
+    return dict(zip(("gain in %, prediction off by", "prediction off by"), rms))
 
 
 def adam_statistics(entries, args, used):
@@ -410,7 +407,9 @@ def page(found, args):
     alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
-    known = found["share of tokens, of these"][0][0] > 0  # of the bundled policy and its relatives
+    known = found["share of tokens, of these"][0][
+        :-1
+    ].any()  # of the bundled policy and its relatives
     text = PAGE.replace("{wording}", WORDING if known else "")
     return re.sub(r"(.*) \| (\d)", numbers, text).format(*answers, alphas=alphas)
 
@@ -477,10 +476,8 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
     planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
     exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 6) <= MEMORY
     torch.manual_seed(args.seed)
-    source, in_batch = (
-        (texts_to_learn, responses) if supervised else (collect, args.prompts_per_step)
-    )
-    prompts = lopti.prompt_stream(rows, in_batch, args.seed)
+    source = texts_to_learn if supervised else collect
+    prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []
     for _ in tqdm(range(count), "rollout batches", disable=None):
         rollout, rewards, _ = source(policy, tokenizer, next(prompts), args)
@@ -523,27 +520,26 @@ def main(argv=None):
     options, flags = parser.parse_known_args(argv)
     args = lopti.parse_arguments(["--alpha", "0.3", "--eta", "0.5", *flags])  # the paper's
     started = time.process_time()
-    if args.without_bias or args.eval_only:
-        flag = "--eval-only" if args.eval_only else "--without-bias"
-        raise lopti.UserError(f"leave {flag} out: it samples to train, with the bias and without")
-    if not args.eta:
-        raise lopti.UserError("--eta 0 leaves Lopti no first pass: give one above 0")
-    if options.plot:  # before the work
+    for wrong, message in (
+        (args.without_bias, "leave --without-bias out: the page has AR with its bias and without"),
+        (args.eval_only, "leave --eval-only out: it answers training prompts"),
+        (not args.eta, "--eta 0 leaves Lopti no first pass: give one above 0"),
+    ):
+        if wrong:
+            raise lopti.UserError(message)
+    if options.supervised:  # texts instead of answers
+        args.prompts_per_step, args.group_size = args.prompts_per_step * args.group_size, 1
+    if options.plot:  # what cannot be drawn is told before the work
         from plot import canvas, draw_diagnosis  # needs matplotlib
 
-        known = canvas(1)[0].canvas.get_supported_filetypes()
-        if options.plot.suffix[1:] not in known or not options.plot.parent.is_dir():
-            raise lopti.UserError(
-                f"cannot draw {options.plot}: a folder that is there, .png or .svg"
-            )
-    if os.environ.get("LOPTI_QUICK"):
-        options.batches, args.prompts_per_step = min(options.batches, 6), 4
+        with lopti.user_errors(f"cannot draw {options.plot}"):
+            os.stat(options.plot.parent)
+            canvas(1)[0].savefig(io.BytesIO(), format=options.plot.suffix[1:])
     try:
         policy, tokenizer, rows, _ = lopti.prepare(args)
     except lopti.UserError as error:
-        if args.data and args.task == "kk" and "no prompts are left" in str(error):
-            raise lopti.UserError(f"{error}. Questions with answers need --task math") from error
-        raise
+        other = args.data and args.task == "kk" and "no prompts are left" in str(error)
+        raise lopti.UserError(f"{error} Or is it --task math?" if other else error) from error
     found, text = measure(policy, tokenizer, rows, options.batches, args, options.supervised)
     print(f"{text}, {time.process_time() - started:.0f} s of processor time\n")
     print(page(found, args))

@@ -574,7 +574,7 @@ def test_no_likely_token_is_said_in_words():
         ("--plot picture.xyz", "cannot draw picture.xyz"),
         ("--plot nowhere/picture.png", "cannot draw nowhere"),
         ("--supervised", "needs --data with a column `response`"),
-        ("--data FILE --batches 3", "need --task math"),
+        ("--data FILE --batches 3", "Or is it --task math"),
         ("--batches 1 --max-new-tokens 2", "Take more --batches"),
     ],
 )
@@ -630,11 +630,9 @@ def test_texts_as_taught_are_learnt(tmp_path):
 def test_texts_to_learn():
     rows = [{"prompt": "a", "columns": {"response": text}} for text in ("Say fine", "ok<|end|>")]
     args = arguments("--max-new-tokens 3")
-    batch, rewards, _ = diagnose.texts_to_learn(
-        lopti.load_model(TINY, "cpu")[0], TOKENIZER, rows, args
-    )
+    batch, *_ = diagnose.texts_to_learn(lopti.load_model(TINY, "cpu")[0], TOKENIZER, rows, args)
     texts = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch.ids, batch.mask)]
-    assert texts == ["Say fine <|end|>", "ok <|end|>"] and rewards.tolist() == [3.0, 3.0]
+    assert texts == ["Say fine <|end|>", "ok <|end|>"]
     assert torch.equal(batch.advantages, batch.mask.float()) and batch.mask.sum() == 5
 
 
