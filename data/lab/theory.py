@@ -48,7 +48,12 @@ def reweighting_criterion(probabilities, signals, energies):
 
     E_s and E_v are means weighted by signal and by energy. It decides for small α. If no signal is
     negative, a criterion ≤ 0 means no gain at any α, and one > 0 a gain up to
-    α = 2(E_s[π] - E_v[π]) / (E_v[(1-π)²] - (1-E_s[π])²), beyond which AR loses.
+    α = 2(E_s[π] - E_v[π]) / (E_v[(1-π)²] - (1-E_s[π])²), beyond which AR loses. All this for a
+    first step of fixed length, without cross terms.
+
+    Without AR's bias it is E_s[π] - E_v[π] + noise/Σv - bias/Σs. With c = ½∇Σπ² at a prefix α·Â·c
+    is subtracted: bias = Σ V·⟨∇J, c⟩ leaves the derivative of the progress, noise =
+    Σ ⟨E[Â²∇log π], c⟩ half of the energy's; noise is 0 where Â² is the same for all tokens.
 
     >>> reweighting_criterion(*torch.tensor([[0.9, 0.1], [1.0, 0.0], [1.0, 1.0]]))
     tensor(0.4000)
