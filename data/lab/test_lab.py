@@ -345,6 +345,38 @@ def test_progress_in_the_binary_world(p, words, synonyms):
     assert (unit(low) + unit(high)).mean() / plain / length == pytest.approx(gain, rel=0.01)
 
 
+def test_the_best_slope_of_a_weight(in_float64):
+    """λ makes most unit progress of all slopes, and is V⁻¹s."""
+    world_ = world.WORLDS["unlikely wording, unit steps"][0]
+    signals, products = analysis.moments(world_, torch.ones_like, lambda pi: pi)
+    b = products[0, 1] / products[0, 0]
+    energies = products[0, 0], products[1, 1] - b**2 * products[0, 0]
+    slope = theory.best_slope((signals[0], signals[1] - b * signals[0]), energies)
+    weights = torch.stack([1 - slope * b, slope])  # of g and of g_π
+    best = torch.linalg.solve(products, signals)
+    assert torch.allclose(weights / weights.sum(), best / best.sum())
+    tried = torch.stack([torch.tensor([1 - x * b, x]) for x in torch.linspace(-20, 20, 401)])
+    progress = tried @ signals / ((tried @ products) * tried).sum(1).sqrt()
+    assert progress.max() <= weights @ signals / (weights @ products @ weights).sqrt()
+
+
+@pytest.mark.parametrize("signal", [-1.0, 0.0, 1.0, 30.0])
+def test_the_alpha_that_is_measured(signal):
+    """300 trainings, g = ∇J + noise and d = signal·∇J + as much noise: the best λ is the signal.
+
+    With b = ½ tokens with π = 0 have (1 - λ/2)/2 of the weight, between 0 and 1.
+    """
+    torch.manual_seed(0)
+    measured = theory.MeasuredAlpha()
+    for step in range(60):
+        g, d = 10 / 1000**0.5 * torch.randn(2, 300, 1000)
+        g[:, 0], d[:, 0] = g[:, 0] + 1, d[:, 0] + signal
+        direction, of_unlikely = measured(g, 0.5 * g + d)
+        assert step > 2 or torch.equal(direction, g)  # GRPO, until it has measured
+    assert of_unlikely.min() >= 0 and of_unlikely.max() <= 1
+    assert (2 - 4 * of_unlikely).mean() == pytest.approx(min(signal, 2.0), abs=0.3)
+
+
 def test_drift_of_adamw_that_alternates():
     """AdamW itself, on 2000 batches of correlated stages."""
     torch.manual_seed(0)
