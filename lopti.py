@@ -770,10 +770,8 @@ def show_learned(rows, before, after, args):
     right = [[each[0][1] >= args.solved_reward for each in answers] for answers in (before, after)]
     learned = [row for row, *was_and_is in zip(range(len(rows)), *right) if was_and_is == [0, 1]]
     if learned:
-        row = min(learned, key=lambda row: len(rows[row]["question"]))
-        print(
-            f"\nA prompt that it has learned to answer:\n{textwrap.fill(rows[row]['question'], 99)}"
-        )
+        row = min(learned, key=lambda row: len(rows[row]["asked"]))
+        print(f"\nA prompt that it has learned to answer:\n{textwrap.fill(rows[row]['asked'], 99)}")
         for title, answers in (("before:", before), ("after: ", after)):
             print(title, " ".join(answers[row][0][0].rpartition("</think>")[2].split())[:300])
 

@@ -534,8 +534,7 @@ def check_row(row, args, tokenizer, held_out):
         raise UserError(f"whose solution --task {args.task} cannot read")
     if args.task == "kk" and int(row["difficulty"]) not in args.people:
         raise UserError(f"not of --people {' '.join(map(str, args.people))}")
-    ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-    if len(ids) > args.max_prompt_length:
+    if len(tokenizer(row["prompt"], add_special_tokens=False).input_ids) > args.max_prompt_length:
         raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
     if any(old["question"] in question or question in old["question"] for old in held_out):
         raise UserError("also in the evaluation data")
@@ -585,6 +584,7 @@ def make_row(columns, task, tokenizer):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
     return {
+        "asked": " ".join(question.split()),
         "question": " ".join(question.split()).casefold(),
         "prompt": render_prompt(tokenizer, *prompt),
         "solution": solution,

@@ -1452,7 +1452,7 @@ def run_copy(finished_run, tmp_path):
 
 def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
     """By hand: the shortest puzzle that became right, without reasoning; lines of numbers."""
-    rows = [{"question": text} for text in ("long, became right", "became right", "was right", "")]
+    rows = [{"asked": text} for text in ("long, became right", "became right", "was right", "")]
     before, after = (
         [[("<think></think> b", x)] for x in xs] for xs in ([-3, 0, 3, 0], [3, 3, 3, 0])
     )
