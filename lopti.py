@@ -256,7 +256,7 @@ def split_tokens(old_logprobs, mask, eta):
 def update_stages(low, high, mask, eta, order="low-high"):
     """The passes over a rollout batch, and what each updates: a list of (stage, tokens (B, L)).
 
-    A pass goes over all mini-batches once. Plain GRPO (η = 0) makes one, on all tokens. Lopti
+    A pass goes over all mini-batches once. GRPO (η = 0) makes one, on all tokens. Lopti
     (section 4.2) makes two: on the low-probability tokens, then, from where that led, on the
     others. `order="high-low"` is the ablation of Fig. 6b; "low" and "high" are one of the two alone
     (Figs. 1 and 6a).

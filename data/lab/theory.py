@@ -156,7 +156,7 @@ class MeasuredAlpha:
 
 
 def split_gain(sigma, phi, cosine=0.0):
-    """Unit progress of Lopti's two steps of length 1 over plain GRPO's. Numbers → a number.
+    """Unit progress of Lopti's two steps of length 1 over GRPO's. Numbers → a number.
 
         gain = [(1-σ)/cos φ + σ/sin φ]·√(1 + c·sin 2φ) / √(2 + 2c)
 

@@ -188,6 +188,7 @@ def picture(data):
     shares = {name: f"{value:.0f}" for name, value in shares.items()}
     sign = "rewarded" if answer["advantage"] > 0 else "punished"
     shares |= {"eta": eta, "sign": sign, "responses": data["settings"]["responses"]}
+    shares["model"] = escape(data.get("model", "a model"))
     places = {"legend": top + 120, "height": top + 140}
     return Template(whole).substitute(shares, **places, drawn="".join(drawn))
 

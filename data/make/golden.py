@@ -289,7 +289,7 @@ def random_case(rng, number):
     groups, size, width = rng.randint(1, 3), rng.randint(2, 5), rng.randint(3, 7)
     rows, drift = groups * size, (0.02, 0.2, 0.6, 2.5)[number % 4]
     corner = {
-        0: {"alpha": 0.0, "eta": 0.0, "kl_coef": 0.0},  # plain GRPO
+        0: {"alpha": 0.0, "eta": 0.0, "kl_coef": 0.0},  # GRPO
         1: {"alpha": 1.0, "eta": 0.5},
         2: {"alpha": 0.3, "eta": 1.0},
         3: {"alpha": 0.3, "eta": 0.5},  # the paper's, with ratios far enough off for every clip
