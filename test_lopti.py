@@ -103,9 +103,8 @@ def test_eq_4_reweighting():
 def test_prop_4_2_unlikely_tokens_have_the_larger_gradient_at_the_logits():
     """π = (1/2, 1/4, 1/4): e_1 - π and e_2 - π, between √(3/2)·(1-π) and √2·(1-π)."""
     logits = torch.tensor([[0.5, 0.25, 0.25]] * 2).log().requires_grad_()
-    lopti.token_logprobs(
-        logits, torch.tensor([[0, 1]]), torch.tensor([[True] * 2])
-    ).sum().backward()
+    ids, tokens = torch.tensor([[0, 1]]), torch.tensor([[True] * 2])
+    lopti.token_logprobs(logits, ids, tokens).sum().backward()
     assert logits.grad.tolist() == [[0.5, -0.25, -0.25], [-0.5, 0.75, -0.25]]
     norms, room = logits.grad.norm(dim=1), torch.tensor([0.5, 0.75])
     assert (1.5**0.5 * room <= norms + 1e-6).all() and (norms <= 2**0.5 * room).all()
@@ -126,11 +125,8 @@ def test_lopti_two_stages_low_probability_tokens_first():
 
 def test_lopti_two_stages_share_one_normaliser():
     """One of three response tokens is low: its stage's loss is -1/3, not -1."""
-    old, mask, low = (
-        torch.zeros(1, 3),
-        torch.ones(1, 3).bool(),
-        torch.tensor([[True, False, False]]),
-    )
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    low = torch.tensor([[True, False, False]])
     losses = [lopti.policy_loss(old, old, mask * 1.0, mask, tokens=x)[0] for x in (low, ~low)]
     assert list(map(float, losses)) == pytest.approx([-1 / 3, -2 / 3])
 
@@ -291,9 +287,8 @@ def test_golden_numbers(case):
 def test_golden_file_is_what_its_script_writes(monkeypatch, capsys):
     """Recomputed token by token in plain Python; and the cases do reach every clip."""
     written = []
-    monkeypatch.setattr(
-        golden.Path, "write_text", lambda path, text, encoding: written.append(text)
-    )
+    write = lambda path, text, encoding: written.append(text)
+    monkeypatch.setattr(golden.Path, "write_text", write)
     golden.main()
     assert json.loads(written[0]) == GOLDEN
     for name in ("low", "high", "dual"):
@@ -474,10 +469,11 @@ def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     settings = transformers.GenerationConfig(**settings)
     rollout = sample(model, group_size=8, sample_batch_size=3, max_new_tokens=70, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        alone = [
-            model.generate(torch.tensor([ids]), generation_config=settings)[0] for ids in prompts
-        ]
-    assert cached == {getattr(torch, dtype)} and sizes == [3] * 8
+        answer = lambda ids: model.generate(torch.tensor([ids]), generation_config=settings)[0]
+        alone = list(map(answer, prompts))
+    assert {part.dtype for part in cached} == {getattr(torch, dtype)} and sizes == [3] * 8
+    # keys and values of 2 layers in 8 batches: once for the prompts and once for each stretch
+    assert len({part.untyped_storage().data_ptr() for part in cached}) <= 2 * 2 * 8 * (1 + 3)
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
         assert prompt.tolist() == prompts[i // 8]
         assert torch.equal(torch.cat([prompt, response]), alone[i // 8])
@@ -656,9 +652,8 @@ def plain_training(policy, rollouts, stages, args):
                         total += advantages[i] * (factors * pi).sum() / count
                     chosen &= {"all": chosen, "low": is_low, "high": ~is_low}[stage]
                     chosen &= (old[i] > -math.inf) & (new > -math.inf)  # in the safe vocabulary
-                    for x, y, z in zip(
-                        new[chosen], old[i][chosen].tolist(), ref[i][chosen].tolist()
-                    ):
+                    fixed = old[i][chosen].tolist(), ref[i][chosen].tolist()
+                    for x, y, z in zip(new[chosen], *fixed):
                         advantage = (args.alpha * math.exp(y) + 1 - args.alpha) * advantages[i]
                         inputs = x.item(), y, z, advantage, vars(args)
                         loss, kl, clip, slope = golden.token_terms(*inputs)
@@ -734,9 +729,8 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, None))
     monkeypatch.setattr(lopti, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     # the rounding of entropies after the same prefix must not decide which are kept
-    monkeypatch.setattr(
-        lopti, "entropy", lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
-    )
+    rounded = lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
+    monkeypatch.setattr(lopti, "entropy", rounded)
     policy = random_model(hidden_size=16, eos_token_id=ENDS).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
     start, plain = copy.deepcopy(policy), copy.deepcopy(policy)
