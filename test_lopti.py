@@ -459,8 +459,8 @@ def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, group_size=1, temperatur
 )
 def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     """In groups, three rows at a time, ended responses leaving: as plain `generate` one by one."""
-    model, cached, sizes = random_model(**MODELS[name]), set(), []
-    look = lambda states, *inputs: cached.update(part.dtype for part in states)
+    model, cached, sizes = random_model(**MODELS[name]), [], []
+    look = lambda states, *inputs: cached.extend(states)
     spy(monkeypatch, lopti.LayerWithRoom, "update", look)
     spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
     prompts = TOKENIZER(PROMPTS, add_special_tokens=False)["input_ids"]
@@ -506,13 +506,20 @@ def test_samples_come_from_the_scored_distribution(temperature, min_p):
 
 
 def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
-    """The tokenizer's, which is the padding too; one of the settings; one of the config."""
+    """The tokenizer's, which is the padding too; one of the settings; one of the config.
+
+    Each prompt is read once; at the end the batch has only what was unfinished 32 tokens before.
+    """
     model, tokenizer, ends = random_model(), copy.deepcopy(TOKENIZER), torch.tensor([1, 40, 41])
     model.generation_config.eos_token_id, model.config.eos_token_id = [40], 41
     tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(0)
-    options = {"group_size": 64, "max_new_tokens": 60, "temperature": 2.0}
-    rollout, last = sample(model, ["knight", "Lily"], tokenizer, **options), set()
+    seen, options = [], {"group_size": 64, "max_new_tokens": 60, "temperature": 2.0}
+    look = lambda _, inputs: seen.append((len(inputs[0]), torch.is_grad_enabled()))
+    model.get_input_embeddings().register_forward_pre_hook(look)
+    rollout, last = sample(model, PROMPTS[:2], tokenizer, **options), set()
+    unfinished = int((rollout.mask.sum(1) > lopti.STRETCH).sum())
+    assert seen[0] == (2, False) and seen[-1] == (unfinished, False) and 0 < unfinished < 128
     for (_, response), truncated in zip(plain_rows(rollout), rollout.truncated):
         assert not torch.isin(response[:-1], ends).any()
         last |= set() if truncated else {int(response[-1])}
@@ -541,6 +548,24 @@ def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
     model, stats = updated()
     assert (stats["optimizer_steps"], stats["nonfinite_steps"]) == (2, 1)
     assert torch.isfinite(weights(model)).all()
+
+
+def test_no_padding_is_read_and_no_logits_are_computed_in_vain():
+    """All rows are scored, then those with a token to update are read again, and only for that."""
+    model, args, read, scored = random_model(), arguments("--tokens-per-microbatch 1"), [], []
+    rollout = random_rollout(model)
+    tokens = rollout.mask & (rollout.ids % 9 == 0)
+    busy = tokens.any(1).int()
+    first, last, caches = model.get_input_embeddings(), model.get_output_embeddings(), []
+    first.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
+    last.register_forward_hook(lambda *call: scored.append(call[2].numel() // len(TOKENIZER)))
+    model.register_forward_hook(lambda *call: caches.append(call[2].past_key_values))
+    rollout.old_logprobs = rollout.ref_logprobs = lopti.score(model, rollout, args)[0]
+    rollout.advantages = rollout.mask * 1.0
+    lopti.update(model, lopti.make_optimizer(model, args), rollout, tokens, args)
+    assert 0 < busy.sum() < len(busy) and not any(caches)
+    assert sum(read) == (rollout.lengths * (1 + busy)).sum()
+    assert sum(scored) == rollout.mask.sum() + tokens.sum()
 
 
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])  # which have dropout
