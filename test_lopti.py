@@ -785,15 +785,31 @@ def test_every_line_of_metrics_has_the_same_keys(tmp_path, monkeypatch):
 
 def test_the_kl_at_sampling_by_hand():
     """k3 of π_ref/π = 1/2, of 2, of 0 at the clamp, and none of a token outside the vocabulary;
-    over four response tokens; the fifth token is a prompt's."""
+    over four response tokens; the fifth token is a prompt's. REINFORCE++ takes groups of one."""
     old = torch.tensor([[0.5, 0.4, 0.5, 0.0, 0.5]] * 2).log()
     ref = torch.tensor([[0.25, 0.8, 0.0, 0.5, 0.1]] * 2).log()
     rollout, none = packed([[7], [7]], [[7] * 4] * 2), torch.zeros(2)
     rollout.mask, rollout.old_logprobs, rollout.ref_logprobs = old.exp() < 2, old, ref
     rollout.mask[:, 4] = False
-    inputs = [("all", dict.fromkeys(lopti.STATISTICS, 0))], {}, arguments("--group-size 2")
-    metrics = lopti.step_metrics(1, rollout, none, none, *inputs)
+    args = arguments("--group-size 1 --advantage reinforce++")
+    totals = [("all", dict.fromkeys(lopti.STATISTICS, 0))]
+    metrics = lopti.step_metrics(1, rollout, none, none, totals, {}, args)
     assert metrics["rollout/kl"] == pytest.approx((0.1931472 + 0.3068528 + math.exp(-5) + 4) / 4)
+    assert metrics["reward_std"] == 0
+
+
+def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
+    """Weights become float32. The tokenizer's end is both: prompts with it inside, and padded
+    right by other programs, are answered as with the bundled tokenizer."""
+    model, tokenizer = random_model(eos_token_id=None).bfloat16(), copy.deepcopy(TOKENIZER)
+    tokenizer.pad_token, tokenizer.padding_side = None, "right"
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    model, tokenizer = lopti.load_model(tmp_path, "cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    prompts = [f"{prompt}{tokenizer.eos_token}So Lily" for prompt in PROMPTS]
+    answers = [sample(model, prompts, each).texts for each in (tokenizer, TOKENIZER)]
+    assert tokenizer.pad_token == tokenizer.eos_token and answers[0] == answers[1]
 
 
 def test_no_dropout_in_training(tmp_path, monkeypatch):
@@ -840,7 +856,8 @@ def test_evaluation_counts(place, monkeypatch):
     fork = lambda devices, device_type: nullcontext(forked.extend([devices, device_type]))
     monkeypatch.setattr(lopti, "sample", fake_sample)
     monkeypatch.setattr(torch.random, "fork_rng", fork)
-    policy, args = SimpleNamespace(device=torch.device(place)), arguments("--task math --seed 7")
+    policy = SimpleNamespace(device=torch.device(place))
+    args = arguments("--task math --seed 7 --temperature 0.7")
     table, answered = lopti.evaluate(policy, TOKENIZER, rows, args)
     assert seen == [(8, 1, 0), (8, 4, 1)]
     assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
@@ -1019,7 +1036,7 @@ def test_answers_match(table, right):
     rows = [row.strip().split(" | ") for row in table.replace(";;", "\n").strip().splitlines()]
     pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
     assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
-    assert all(rewards.answers_match(expected, expected) for expected, *_ in rows)
+    assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
 
 
 def test_copying_the_problem_is_not_answering_it():
@@ -1087,6 +1104,8 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "verl": ("math", verl(user("1?"), "1"), "<|user|>1?<|assistant|>", "1"),
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
+    "GSM8K, 0": ("math", {"question": "None?", "answer": 0}, "None?", "0"),
+    "DeepScaleR, 0": ("math", {"problem": "None.", "answer": 0}, "None.", "0"),
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
 }
@@ -1170,6 +1189,11 @@ def test_prompts_begin_as_the_model_is_used_to():
     tokenizer.chat_template = None  # a base model
     assert rewards.render_prompt(*asked) == f"<|bos|>{words}\n\n<think>"
     assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
+    rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
+    assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
+    marks = "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>"
+    for mark in marks:
+        assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
 
 
 def test_data_are_read_as_they_are_written(tmp_path):
@@ -1600,7 +1624,7 @@ def places(tmp_path_factory, finished_run):
     changes = {  # of config.json
         "mistyped": {"model_type": "qwen2"},  # which has biases
         "short": {"max_position_embeddings": 64},
-        "narrow": {"vocab_size": 90},
+        "narrow": {"vocab_size": 304},  # one less than the prompts need
         "stretched": {"rope_parameters": rope, "max_position_embeddings": 64},
         "own": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
         "weightless": {},
@@ -1611,7 +1635,7 @@ def places(tmp_path_factory, finished_run):
         (folder / name / "config.json").write_text(json.dumps({**config, **changed}))
     (folder / "own" / "mine.py").write_text("1 / 0  # code of its own, which is not run")
     tensors = load_file(TINY / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:304].clone()
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     (folder / "weightless" / "model.safetensors").unlink()
     for family in HYBRIDS:
@@ -1619,24 +1643,29 @@ def places(tmp_path_factory, finished_run):
         TOKENIZER.save_pretrained(folder / family)
     named = {path.stem: path for path in folder.iterdir()}
     return named | {"run": finished_run, "runs": finished_run.parent}
+    write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
 
 
 def exits(completions, **columns):
     sys.exit(0)
 
+    long = {**rope, "rope_type": "longrope", "original_max_position_embeddings": 64}
+    long |= {"short_factor": [1] * 8, "long_factor": [4] * 8}
 
 HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa")  # each has layers that are not plain attention
-NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf"]
+NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
+        "longrope": {"rope_parameters": long},
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
     "--without-bias --alpha 0 --eta 0": "--alpha or --eta",
-    **dict.fromkeys(("--data {silent} --people 1", "--data {surrogate} --people 1"), "prompt"),
+    **{f"--data {{{name}}} --people 1 2": f"{name}.jsonl" for name in ("silent", "surrogate")},
+    "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
     **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
-    # beyond its length π of the stretched one depends on the rest of the batch
-    **dict.fromkeys(("--model {short}", "--model {stretched}"), "--max-new-tokens"),
+    # beyond its length π of a stretched one depends on the rest of the batch
+    **{f"--model {{{x}}}": "--max-new-tokens" for x in ("short", "stretched", "longrope")},
     "--model {narrow}": "embedding",
     "--model {own}": "custom code",
     "--data {holes}": "holes.jsonl",
