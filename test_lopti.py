@@ -1356,11 +1356,12 @@ def test_resume_changes_only_what_does_not_change_the_run(tmp_path):
     args = arguments(f"--resume {tmp_path} --save-every 1 --eval-every 2 --device cpu {free}")
     changed = {name for name, value in vars(args).items() if value != config[name]}
     assert len(changed) == 8 and args.alpha == 0.3
-    flags = "--alpha 0.1 --eta 0.5 --kl-coef 0 --temperature 2 --mini-batch-size 1 --group-size 4"
-    flags += " --learning-rate 1 --clip-high 1 --max-new-tokens 1 --passes 2 --seed 1 --eval-size 1"
-    for name, value in zip(flags.split()[::2], flags.split()[1::2]):
-        with pytest.raises(lopti.UserError, match=name[2:].replace("-", "_")):
-            arguments(f"--resume {tmp_path} {name} {value}")
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(config)))  # null: all differ
+    every = "--without-bias --stapo --data d --eval-data d --reward r --eval-only --name n"
+    with pytest.raises(lopti.UserError, match="cannot change") as error:
+        arguments(f"--resume {tmp_path} {TINY_FLAGS} {every}")
+    fixed = config.keys() - changed - lopti.CONSTANTS.keys()
+    assert fixed <= set(re.findall(r"\w+", str(error.value)))
 
 
 @pytest.mark.parametrize("able, dtype", [(True, "bfloat16"), (False, "float32")])
@@ -1443,6 +1444,18 @@ def test_what_a_run_leaves_behind(finished_run):
     assert checkpoints(finished_run) == ["step-000004"]
     before, after = (lopti.load_model(path, "cpu")[0] for path in (TINY, finished_run / "final"))
     assert not torch.equal(weights(before), weights(after))
+
+
+def test_what_follows_the_last_step_loses_nothing(finished_run, run_copy, monkeypatch):
+    """A run that was killed before final/ was written; one that is stopped while it evaluates."""
+    shutil.rmtree(run_copy / "final")
+    assert main(f"--resume {run_copy}") == 0
+    assert_same_run(run_copy, finished_run)
+    asked = iter([[], [], [signal.SIGTERM]])  # at the third call: the first of the evaluation
+    ask = lambda *_: [signal.raise_signal(number) for number in next(asked)]
+    spy(monkeypatch, lopti, "sample", ask)
+    assert main(f"--resume {run_copy} --steps 5 --save-every 0") == 130
+    assert checkpoints(run_copy) == ["step-000005"]
 
 
 @slow
@@ -1531,21 +1544,24 @@ def test_a_full_disk_or_another_process_leaves_the_checkpoint(run_copy, capsys, 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         assert "step-000005" in refused(capsys, f"--resume {run_copy} --steps 5")
-    with (run_copy / ".lock").open("w") as lock:
-        pytest.importorskip("fcntl").flock(lock, 2)
-        assert "another process" in refused(capsys, f"--resume {run_copy} --steps 5")
+    pytest.importorskip("fcntl")  # which locks also against a second run of the same process
+    other = lopti.Run(None, None, None, arguments(FLAGS + f"--name other --output {run_copy}"))
+    assert "another process" in refused(capsys, f"--resume {other.folder}")
     assert main(f"--resume {run_copy} --steps 5") == 0 and checkpoints(run_copy) == ["step-000005"]
 
 
 def test_a_run_in_a_thread_and_what_the_seed_seeds(tmp_path, monkeypatch):
-    """Signals are the main thread's. Training has the seed, every evaluation the next."""
+    """Signals are the main thread's. Training has the seed, every evaluation the next; zeros stand
+    for two evaluations and no checkpoint."""
     seeds, codes = [], []
     spy(monkeypatch, lopti, "sample", lambda *_: seeds.append(torch.initial_seed()))
-    flags = FLAGS + f"--task math --steps 1 --seed 5 --output {tmp_path}"
+    flags = FLAGS + f"--task math --steps 2 --seed 5 --output {tmp_path} "
+    flags += "--eval-every 0 --save-every 0"
     thread = threading.Thread(target=lambda: codes.append(main(flags)))
     thread.start()
     thread.join()
-    assert codes == [0] and seeds[1:] == [6, 6, 5, 6, 6]  # greedy and sampled, before and after
+    assert codes == [0] and seeds[1:] == [6, 6, 5, 5, 6, 6]  # greedy and sampled, around two steps
+    assert not list(tmp_path.glob("*/checkpoints"))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
@@ -1596,6 +1612,17 @@ def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
+    """All prompts are evaluated, all at a time; none is sampled and none is shown."""
+    rows, sizes = [{"quiz": f"Who is {name}?", **KK_TRUTH} for name in "abc"], []
+    spy(monkeypatch, lopti, "generate", lambda ids, *_: sizes.append(len(ids)))
+    flags = f"--people 1 --eval-data {write_jsonl(tmp_path / 'three.jsonl', rows)} --eval-only "
+    zeros = "--eval-size 0 --sample-batch-size 0 --eval-samples 0 --show 0"
+    assert main(flags + "--max-new-tokens 2 " + zeros) == 0
+    output = capsys.readouterr().out
+    assert sizes[1:] == [3] and "avg@" not in output and "solution" not in output
+
+
 @slow
 def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
     process = start("--help", tmp_path / "log", encoding="ascii")
@@ -1616,16 +1643,20 @@ def places(tmp_path_factory, finished_run):
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
     write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
+    write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
     write_jsonl(folder / "surrogate.jsonl", [{"prompt": "\ud800", "solution": LILY}])
     (folder / "broken.jsonl").write_text(json.dumps(puzzle) + '\n{"quiz": \n')
     (folder / "empty.jsonl").touch()
     rope = {"rope_type": "dynamic", "rope_theta": 9, "factor": 4}
+    long = {**rope, "rope_type": "longrope", "original_max_position_embeddings": 64}
+    long |= {"short_factor": [1] * 8, "long_factor": [4] * 8}
     changes = {  # of config.json
         "mistyped": {"model_type": "qwen2"},  # which has biases
         "short": {"max_position_embeddings": 64},
         "narrow": {"vocab_size": 304},  # one less than the prompts need
         "stretched": {"rope_parameters": rope, "max_position_embeddings": 64},
+        "longrope": {"rope_parameters": long},
         "own": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
         "weightless": {},
     }
@@ -1643,20 +1674,16 @@ def places(tmp_path_factory, finished_run):
         TOKENIZER.save_pretrained(folder / family)
     named = {path.stem: path for path in folder.iterdir()}
     return named | {"run": finished_run, "runs": finished_run.parent}
-    write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
 
 
 def exits(completions, **columns):
     sys.exit(0)
 
-    long = {**rope, "rope_type": "longrope", "original_max_position_embeddings": 64}
-    long |= {"short_factor": [1] * 8, "long_factor": [4] * 8}
 
 HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa")  # each has layers that are not plain attention
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
-        "longrope": {"rope_parameters": long},
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
     "--without-bias --alpha 0 --eta 0": "--alpha or --eta",
