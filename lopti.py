@@ -1,17 +1,20 @@
 """lopti: Advantage Reweighting and Low-Probability Token Isolation for GRPO, in one file.
 
-    python lopti.py                             # plain GRPO on the bundled policy, no GPU needed
+    python lopti.py                             # GRPO on the bundled policy, no GPU needed
     python lopti.py --alpha 0.3 --eta 0.5       # the paper's two methods: α and η
-    python lopti.py --task math --eta 0.5       # the same loop on arithmetic
-    python lopti.py --preset kk --alpha 0.3 --eta 0.5     # the paper's setting, one large GPU
+    python lopti.py --task math --eta 0.5       # the same on arithmetic
+    python lopti.py @data/kk.flags --alpha 0.3 --eta 0.5     # the paper's setting, one large GPU
 
 Read it beside "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs" (arXiv 2505.12929).
-The method comes first, from the top down. A training step (1) is the paper's algorithm box. What
-it calls follows in the order of the paper: advantages and the loss (2, Eq. 1), Advantage
-Reweighting (3, Eq. 4), Lopti (4). Then how it is computed: the update (5), log-probabilities (6),
-sampling (7); and later methods for the same problem (8). The rest is plumbing: fast sampling (9),
-evaluation (10), the run folder (11), the flags (12). rewards.py has the tasks: data files, prompts
-and rewards.
+A training step (1) is the paper's algorithm box. What it calls follows in the paper's order:
+
+    2. Eq. 1     group_advantages(), policy_loss(): GRPO
+    3. Eq. 4     reweight_advantages(): Advantage Reweighting, α
+    4. sec. 4.2  split_tokens(), update_stages(): Lopti, η
+
+Then how it is computed: the update (5), log-probabilities (6), sampling (7). Later methods for the
+same problem are in 8. The rest is plumbing: fast sampling (9), evaluation (10), the run and its
+folder (11), the model (12), the flags (13). rewards.py has the tasks: data, prompts and rewards.
 
 What it leaves out of PPO: the value function (the group's mean is the baseline), generalized
 advantage estimation, the entropy bonus. Of GRPO: the mean over each response's own tokens (one mean
@@ -31,11 +34,13 @@ import importlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
+import textwrap
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,17 +64,6 @@ from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream,
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
 
-# Constants without a flag; `args` has them like all other settings.
-CONSTANTS = {
-    "weight_decay": 0.01,  # of AdamW
-    "max_grad_norm": 1.0,  # what the norm of a step's gradient is clipped to
-    "clip_dual": 10.0,  # c: where Â < 0, a token's loss is at most -c·Â
-    "stapo_tau": 0.002,  # τ_p of STAPO
-    "stapo_quantile": 0.75,  # which quantile of the candidates' entropies is its τ_h
-    "eval_temperature": 1.0,  # of the sampled answers in an evaluation
-}
-
-
 # --------------------------------------------------------------------------------------------------
 # 1. A training step
 
@@ -87,63 +81,52 @@ class Rollout:
     ref_logprobs: torch.Tensor = None  # (B, L) log π_ref, of the starting policy; None if β = 0
     advantages: torch.Tensor = None  # (B, L) Â, weighted by Eq. 4
     unweighted: torch.Tensor = None  # (B, L) Â before Eq. 4, for --without-bias
+    tokens: torch.Tensor = None  # (B, L) True on the tokens that a pass updates
 
     def rows(self, indices):
         """Some rows, without the padding that all of them share."""
-        length = int(self.lengths[indices].max())
-        part = replace(self, lengths=self.lengths[indices], truncated=self.truncated[indices])
-        part.texts = [self.texts[i] for i in indices]
-        for name in ("ids", "mask", "old_logprobs", "ref_logprobs", "advantages", "unweighted"):
-            if getattr(self, name) is not None:
-                setattr(part, name, getattr(self, name)[indices, :length])
-        return part
+        length, part = int(self.lengths[indices].max()), {}
+        for name, values in vars(self).items():
+            if name == "texts":
+                part[name] = [values[i] for i in indices]
+            elif values is not None:
+                part[name] = values[indices] if values.dim() == 1 else values[indices, :length]
+        return Rollout(**part)
 
 
-def train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args):
-    """GRPO with Advantage Reweighting and Lopti, up to `args.steps` steps.
+def training_step(policy, reference, optimizer, tokenizer, prompts, args):
+    """One step of GRPO with Advantage Reweighting and Lopti, on a batch of prompts (rows of data).
 
-    The comments "1." to "7." are the steps of the algorithm in README.md.
+    The comments 1. to 7. are the steps of the algorithm in README.md. `reference` is None where
+    β = 0. Returns the step's metrics, and for each response what was asked, written and earned.
     """
-    batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=run.step)
-    steps = range(run.step + 1, args.steps + 1)
-    progress = tqdm(steps, desc=method_name(args), disable=None)
-    for step in progress:
-        if step == 1 or (args.eval_every and (step - 1) % args.eval_every == 0):
-            run.evaluate(eval_rows)
-        timings, device = {}, policy.device
-        prompts = next(batches)
-        rows = [row for row in prompts for _ in range(args.group_size)]  # one for each response
-        with timed("sampling", device, timings):  # 1. o ~ π_old
-            texts = [row["prompt"] for row in prompts]
-            rollout = sample(policy, tokenizer, texts, args.group_size, args.temperature, args)
-        with timed("rewarding", device, timings):  # 2. R
-            rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
-        with timed("scoring", device, timings):  # 3. π_old and π_ref, before the first update
-            old_logprobs, entropies = score(policy, rollout, args, with_entropy=True)  # (B, L) each
-            ref_logprobs = score(reference, rollout, args)[0] if reference else None
-        with timed("updating", device, timings):
-            if args.advantage == "grpo":  # 4. Â, Eq. 1
-                advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask
-            else:
-                advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, L)
-            rollout = replace(
-                rollout,
-                old_logprobs=old_logprobs,
-                ref_logprobs=ref_logprobs,
-                advantages=reweight_advantages(advantages, old_logprobs, args.alpha),  # 5. Eq. 4
-                unweighted=advantages,
-            )
-            low, high = split_tokens(old_logprobs, rollout.mask, args.eta)  # 6. Lopti
-            stages = update_stages(low, high, rollout.mask, args.eta, args.order)
-            stage_totals = [  # 7. the optimizer steps, Eq. 1
-                (name, update(policy, optimizer, rollout, tokens, args, name))
-                for name, tokens in stages * args.passes
-            ]
-        metrics = step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
-        run.end_step(step, metrics, rows, rollout, rewards)
-        progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
-        if metrics["nonfinite_steps"]:
-            tqdm.write(f"step {step}: a gradient was not finite, its optimizer step is left out")
+    device, timings = policy.device, {}
+    rows = [row for row in prompts for _ in range(args.group_size)]  # one for each response
+    with timed("sampling", device, timings):  # 1. o ~ π_old
+        texts = [row["prompt"] for row in prompts]
+        rollout = sample(policy, tokenizer, texts, args.group_size, args.temperature, args)
+    with timed("rewarding", device, timings):  # 2. R
+        rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
+    with timed("scoring", device, timings):  # 3. π_old and π_ref, before the first update
+        rollout.old_logprobs, entropies = score(policy, rollout, args, with_entropy=True)  # (B, L)
+        rollout.ref_logprobs = score(reference, rollout, args)[0] if reference else None
+    with timed("updating", device, timings):
+        if args.advantage == "grpo":  # 4. Â, Eq. 1
+            advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+        else:
+            advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, L)
+        rollout.unweighted = advantages
+        rollout.advantages = reweight_advantages(advantages, rollout.old_logprobs, args.alpha)  # 5.
+        low, high = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)  # 6. Lopti
+        totals = defaultdict(Counter)  # of each stage, over its optimizer steps
+        for stage, tokens in (
+            update_stages(low, high, rollout.mask, args.eta, args.order) * args.passes
+        ):
+            totals[stage].update(update(policy, optimizer, rollout, tokens, args, stage))  # 7.
+    metrics = step_metrics(rollout, rewards, entropies, totals, timings, args)
+    columns = [row["prompt"] for row in rows], rollout.texts, [row["solution"] for row in rows]
+    names = ("prompt", "response", "solution", "reward")
+    return metrics, [dict(zip(names, each)) for each in zip(*columns, rewards.tolist())]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -300,56 +283,55 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
     gradient is 0 is skipped, because Adam would move the weights all the same. Returns sums over
     the mini-batches: policy_loss's statistics, the gradient norm, counts.
     """
-    totals = dict.fromkeys(STATISTICS, 0)
+    totals, rollout = Counter(dict.fromkeys(STATISTICS, 0)), replace(rollout, tokens=tokens)
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
         batch, sums = rollout.rows(indices), Counter()
-        # kept: what N counts; updated: what the loss sums over; scored: whose logits are needed
-        kept = tokens_to_keep(policy, batch, args)  # (responses, L of the batch); section 8
-        updated = kept & tokens[indices, : kept.shape[1]]
+        all_tokens, batch.mask = batch.mask, tokens_to_keep(policy, batch, args)  # section 8
+        normalizer = batch.mask.sum()  # N
+        busy = batch.mask.any(1) if args.without_bias else (batch.mask & batch.tokens).any(1)
         if not args.kl_coef:  # then a response whose advantages are 0 has no gradient
-            updated = updated & batch.advantages.any(1, keepdim=True)
-        scored = kept if args.without_bias else updated
-        busy = scored.any(1).nonzero().flatten().tolist()  # responses with such a token
-        for micro_batch in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
-            part = batch.rows(micro_batch)
-            length = part.mask.shape[1]
-            places = scored[micro_batch, :length]
-            with mixed_precision(policy, args), gradient_checkpointing(policy, args):
-                logits = token_logits(policy, part.ids, places, args.temperature, args.min_p)
-            loss, statistics = policy_loss(
-                token_logprobs(logits, part.ids, places),
-                part.old_logprobs,
-                part.advantages,
-                part.mask,
-                tokens=updated[micro_batch, :length],
-                ref_logprobs=part.ref_logprobs,
-                clip_low=args.clip_low,
-                clip_high=args.clip_high,
-                clip_dual=args.clip_dual,
-                kl_coef=args.kl_coef,
-                normalizer=kept.sum(),
-            )
-            if args.without_bias:  # section 8
-                correction = bias_correction(
-                    logits, part.unweighted[places], args.alpha, args.eta, stage
-                )
-                loss = loss + correction / kept.sum()
+            busy &= batch.advantages.any(1)
+        busy = busy.nonzero().flatten().tolist()
+        for rows in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
+            loss, statistics = batch_loss(policy, batch.rows(rows), normalizer, args, stage)
             loss.backward()
             sums.update(statistics)  # a Counter adds
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         sums["grad_norm"] = float(norm)
-        totals["masked_tokens"] += int((batch.mask & ~kept).sum())
+        totals["masked_tokens"] += int(all_tokens.sum() - normalizer)
         if sums["grad_norm"] == 0:
             totals["skipped_steps"] += 1
         elif all(map(math.isfinite, sums.values())):
             optimizer.step()
-            totals["optimizer_steps"] += 1
-            for name, value in sums.items():
-                totals[name] += value
+            totals.update(sums, optimizer_steps=1)
         else:  # what is infinite or not a number must not reach the weights
             totals["nonfinite_steps"] += 1
         optimizer.zero_grad()
     return totals
+
+
+def batch_loss(policy, batch, normalizer, args, stage="all"):
+    """The loss of Eq. 1 on `batch.tokens`, and its statistics: `policy_loss` of the policy now."""
+    places = batch.mask if args.without_bias else batch.mask & batch.tokens  # (B, L)
+    with mixed_precision(policy, args), gradient_checkpointing(policy, args):
+        logits = token_logits(policy, batch.ids, places, args.temperature, args.min_p)  # (M, V)
+    loss, statistics = policy_loss(
+        token_logprobs(logits, batch.ids, places),
+        batch.old_logprobs,
+        batch.advantages,
+        batch.mask,
+        tokens=batch.tokens,
+        ref_logprobs=batch.ref_logprobs,
+        clip_low=args.clip_low,
+        clip_high=args.clip_high,
+        clip_dual=args.clip_dual,
+        kl_coef=args.kl_coef,
+        normalizer=normalizer,
+    )
+    if args.without_bias:  # section 8
+        raw = batch.unweighted[places]
+        loss = loss + bias_correction(logits, raw, args.alpha, args.eta, stage) / normalizer
+    return loss, statistics
 
 
 def micro_batches(indices, lengths, size):
@@ -377,8 +359,8 @@ def gradient_checkpointing(model, args):
 
     Not transformers' own switch, which works in training mode only, and so with dropout.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
-    layers = layers if args.gradient_checkpointing else []
+    parts = model.modules() if args.gradient_checkpointing else ()
+    layers = [part for part in parts if isinstance(part, GradientCheckpointingLayer)]
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     try:
@@ -462,10 +444,10 @@ def score(model, rollout, args, with_entropy=False):
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, group_size, temperature, args):
+def sample(model, tokenizer, prompts, group_size, temperature, args, progress=None):
     """Sample `group_size` responses to each prompt text with HF `generate` (section 9): a Rollout.
 
-    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding.
+    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding. `progress` is a bar.
     """
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
@@ -485,7 +467,7 @@ def sample(model, tokenizer, prompts, group_size, temperature, args):
     try:
         with mixed_precision(model, args):
             generated = [
-                generate(model, tokenizer, prompt_ids, part, settings)
+                generate(model, tokenizer, prompt_ids, part, settings, progress)
                 for part in prompt_of.split(args.sample_batch_size or len(prompt_of))
             ]
     finally:
@@ -638,7 +620,7 @@ def safe_vocabulary(logits, min_p):
 STRETCH = 32  # tokens: so often ended responses leave, and the cache has room for as many
 
 
-def generate(model, tokenizer, prompt_ids, prompt_of, settings):
+def generate(model, tokenizer, prompt_ids, prompt_of, settings, progress=None):
     """HF `generate`: a response to prompt_ids[i] for each i in prompt_of (N,) → (N, new tokens).
 
     Draws from the same distribution as one plain call, in less than half the time on a CPU: a
@@ -668,9 +650,13 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings):
         new = ids[:, mask.shape[1] :]  # (unfinished responses, new tokens)
         responses[unfinished, start : start + new.shape[1]] = new
         rows = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
+        if progress is not None:
+            progress.update(len(new) - len(rows))
         if not len(rows):
             break
         mask, unfinished = torch.cat([mask, torch.ones_like(new)], 1), unfinished[rows]
+    if progress is not None:  # those that the limit has cut
+        progress.update(len(rows))
     return responses
 
 
@@ -726,33 +712,30 @@ def evaluate(policy, tokenizer, rows, args):
     """Accuracy on held-out rows, per difficulty: greedy, avg@k and pass@k, each (mean, low, high).
 
     The same seed every time, and the training's own random state is left alone. Returns the table
-    {difficulty: {"greedy": ..., "avg@k": ..., "pass@k": ..., "length": ..., "prompts": n}} and, for
-    each row, its (response, reward, length), the greedy one first.
+    {difficulty: {"prompts": n, "greedy": ..., "avg@k": ..., "pass@k": ...}} and, for each row, its
+    (response, reward), the greedy one first.
     """
     k, device, prompts = args.eval_samples, policy.device, [row["prompt"] for row in rows]
-    answers = [[] for _ in rows]
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type):
+    answers, devices = [[] for _ in rows], [] if device.type == "cpu" else [device]
+    bar = tqdm(total=len(rows) * (1 + k), desc="evaluation", leave=False, disable=None)
+    with bar, torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(args.seed + 1)
         for group_size, temperature in [(1, 0), (k, args.eval_temperature)][: 1 + bool(k)]:
-            rollout = sample(policy, tokenizer, prompts, group_size, temperature, args)
-            repeated = [row for row in rows for _ in range(group_size)]
-            rewards = compute_rewards(rollout.texts, repeated, args)
-            for i, answer in enumerate(zip(rollout.texts, rewards, rollout.mask.sum(1).tolist())):
+            texts = sample(policy, tokenizer, prompts, group_size, temperature, args, bar).texts
+            rewards = compute_rewards(texts, [row for row in rows for _ in range(group_size)], args)
+            for i, answer in enumerate(zip(texts, rewards)):
                 answers[i // group_size].append(answer)
     table = {}
     for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
         group = [answers[i] for i, row in enumerate(rows) if row["difficulty"] == difficulty]
-        numbers = [[(reward, length) for _, reward, length in each] for each in group]
-        rewards, lengths = torch.tensor(numbers, dtype=torch.float64).unbind(2)  # (prompts, 1 + k)
-        table[difficulty] = {"prompts": len(group), "length": lengths.mean().item()}
-        right = (rewards >= args.solved_reward).double()
+        right = [[reward >= args.solved_reward for _, reward in each] for each in group]
+        right = torch.tensor(right).double()  # (prompts, 1 + k)
         measures = {"greedy": right[:, 0]}
         if k:
             measures |= {f"avg@{k}": right[:, 1:].mean(1), f"pass@{k}": right[:, 1:].amax(1)}
-        for measure, values in measures.items():
-            mean = values.mean().item()
-            table[difficulty][measure] = (mean, *wilson_interval(mean, len(group)))
+        means = {measure: values.mean().item() for measure, values in measures.items()}
+        table[difficulty] = {"prompts": len(group)}
+        table[difficulty] |= {m: (x, *wilson_interval(x, len(group))) for m, x in means.items()}
     return table, answers
 
 
@@ -761,7 +744,7 @@ def evaluation_table(tables, difficulty_name):
     first = next(iter(tables.values()))
     titles = "".join(f"{title:>21}" for title in tables)
     lines = [f"{'':<8}{difficulty_name:>8}{'prompts':>9}{titles}"]
-    for measure in [name for name in next(iter(first.values())) if "@" in name or name == "greedy"]:
+    for measure in [name for name in next(iter(first.values())) if name != "prompts"]:
         for difficulty, row in first.items():
             lines.append(f"{measure:<8}{difficulty:>8}{row['prompts']:>9}")
             for table in tables.values():
@@ -774,8 +757,27 @@ def evaluation_table(tables, difficulty_name):
     return "\n".join(lines)
 
 
+def show_responses(rows, answers, count):
+    """Print `count` evaluation prompts, spread over the difficulties, with their responses."""
+    for i in range(0, len(rows), max(1, len(rows) // max(1, count)))[:count]:
+        print(f"\n--- {rows[i]['prompt']}\nsolution: {rows[i]['solution']}")
+        for sampled, (text, reward) in enumerate(answers[i]):
+            print(f"\n[{f'sample {sampled}' if sampled else 'greedy'}, reward {reward:g}]\n{text}")
+
+
+def show_learned(rows, before, after, args):
+    """Print the shortest held-out prompt whose greedy answer became right, if there is one."""
+    right = [[each[0][1] >= args.solved_reward for each in answers] for answers in (before, after)]
+    learned = [row for row, *was_and_is in zip(range(len(rows)), *right) if was_and_is == [0, 1]]
+    if learned:
+        row = min(learned, key=lambda row: len(rows[row]["asked"]))
+        print(f"\nA prompt that it has learned to answer:\n{textwrap.fill(rows[row]['asked'], 99)}")
+        for title, answers in (("before:", before), ("after: ", after)):
+            print(title, " ".join(answers[row][0][0].rpartition("</think>")[2].split())[:300])
+
+
 # --------------------------------------------------------------------------------------------------
-# 11. Metrics, run folder and model
+# 11. A run: its metrics, its folder, how it stops and goes on
 
 
 @contextmanager
@@ -791,8 +793,8 @@ def timed(phase, device, timings):
     timings[f"seconds/{phase}"] = round(time.perf_counter() - started, 4)
 
 
-def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args):
-    """One line of metrics.jsonl, with TRL's names where TRL has one."""
+def step_metrics(rollout, rewards, entropies, totals, timings, args):
+    """One line of metrics.jsonl, with TRL's names where TRL has one. `totals`: {stage: sums}."""
     mask, lengths = rollout.mask, rollout.mask.sum(1).float()
     groups, count = rewards.view(-1, args.group_size), int(mask.sum())
     low, _ = split_tokens(rollout.old_logprobs, mask, args.eta or 0.5)  # the paper's η
@@ -813,21 +815,14 @@ def step_metrics(step, rollout, rewards, entropies, stage_totals, timings, args)
         inside = mask & (rollout.old_logprobs != -math.inf)
         kl = kl_estimate(rollout.old_logprobs[inside], rollout.ref_logprobs[inside])
         metrics["rollout/kl"] = kl.sum() / count
-    steps, sums = Counter(), Counter()
-    for name, totals in stage_totals:
-        steps[name] += totals["optimizer_steps"]
-    for name, totals in stage_totals:  # means over mini-batches; Lopti's two passes add up
-        for key, value in totals.items():
-            is_count = key.endswith(("_steps", "_tokens"))
-            key = f"grad_norm/{name}" if key == "grad_norm" else key
-            sums[key] += value if is_count else value / max(1, steps[name])
-    sums["masked_share"] = sums["masked_tokens"] / (len(stage_totals) * count)
-    return {
-        "step": step,
-        **{key: float(value) for key, value in metrics.items()},
-        **sums,
-        **timings,
-    }
+    metrics = Counter({name: float(value) for name, value in metrics.items()})
+    for stage, sums in totals.items():  # means over mini-batches; Lopti's two passes add up
+        for name, value in sums.items():
+            is_count = name.endswith(("_steps", "_tokens"))
+            name = f"grad_norm/{stage}" if name == "grad_norm" else name
+            metrics[name] += value if is_count else value / max(1, sums["optimizer_steps"])
+    metrics["masked_share"] = metrics["masked_tokens"] / (len(totals) * args.passes * count)
+    return {**metrics, **timings}
 
 
 class Run:
@@ -836,6 +831,7 @@ class Run:
     def __init__(self, policy, tokenizer, optimizer, args):
         self.policy, self.tokenizer, self.optimizer, self.args = policy, tokenizer, optimizer, args
         self.step, self.stop_asked, self.evaluating = 0, False, False  # step: the last that is done
+        self.answers = {}  # step → the answers of its evaluation
         name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
         self.folder = Path(args.resume or Path(args.output) / name)
         if self.folder.exists() and not args.resume:
@@ -853,27 +849,42 @@ class Run:
         with replaced_at_once(self.folder / "config.json") as path:
             path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
+    def train(self, reference, train_rows, eval_rows):
+        """The steps that are not done yet, with evaluations and checkpoints where they are due."""
+        args, models = self.args, (self.policy, reference, self.optimizer, self.tokenizer)
+        batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=self.step)
+        steps = range(self.step + 1, args.steps + 1)
+        progress = tqdm(steps, desc=method_name(args), disable=None)
+        for step in progress:
+            if step == 1 or (args.eval_every and (step - 1) % args.eval_every == 0):
+                self.evaluate(eval_rows)
+            metrics, responses = training_step(*models, next(batches), args)
+            self.step = step
+            self.append("metrics.jsonl", metrics)
+            for response in responses[:2]:
+                self.append("samples.jsonl", response)
+            progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
+            if metrics["nonfinite_steps"]:
+                tqdm.write(
+                    f"step {step}: a gradient was not finite, its optimizer step is left out"
+                )
+            last = step == args.steps and args.save_every
+            if self.stop_asked or last or (args.save_every and step % args.save_every == 0):
+                self.save_checkpoint()
+            if self.stop_asked:
+                raise KeyboardInterrupt
+        self.evaluate(eval_rows)
+
     def append(self, file, row):
+        """One more line of a file: the step and `row`."""
         with open(self.folder / file, "a", encoding="utf-8") as stream:
-            stream.write(json.dumps(row) + "\n")
+            stream.write(json.dumps({"step": self.step, **row}) + "\n")
 
     def read_lines(self, file):
         """The rows of a jsonl file up to the last step that is done, without a torn one."""
         path = self.folder / file
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         return [row for row in map(json.loads, lines) if row["step"] <= self.step]
-
-    def end_step(self, step, metrics, rows, rollout, rewards):
-        """Write what the step was, save where that is due, stop where that was asked for."""
-        self.step = step
-        self.append("metrics.jsonl", metrics)
-        for row, text, reward in list(zip(rows, rollout.texts, rewards.tolist()))[:2]:
-            shown = {"prompt": row["prompt"], "response": text, "solution": row["solution"]}
-            self.append("samples.jsonl", {"step": step, **shown, "reward": reward})
-        if self.stop_asked or (self.args.save_every and step % self.args.save_every == 0):
-            self.save_checkpoint()
-        if self.stop_asked:
-            raise KeyboardInterrupt
 
     def evaluate(self, rows):
         """Evaluate the policy as it is now, once, into evaluations.jsonl."""
@@ -883,19 +894,21 @@ class Run:
             self.evaluating = True
             if self.stop_asked:
                 raise KeyboardInterrupt
-            table, _ = evaluate(self.policy, self.tokenizer, rows, self.args)
+            table, answers = evaluate(self.policy, self.tokenizer, rows, self.args)
         except KeyboardInterrupt:
             self.save_checkpoint()
             raise
         finally:
             self.evaluating = False
-        self.append("evaluations.jsonl", {"step": self.step, "table": table})
+        self.answers[self.step] = answers
+        self.append("evaluations.jsonl", {"table": table})
 
     def ask_to_stop(self, number, frame):
         """What Ctrl-C and SIGTERM call: finish this step, then stop. In an evaluation, and
         when called twice, stop at once.
         """
-        signal.signal(number, signal.default_int_handler)
+        for asking in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(asking, signal.default_int_handler)
         if self.evaluating:
             raise KeyboardInterrupt
         self.stop_asked = True
@@ -920,7 +933,13 @@ class Run:
 
     def go_on(self):
         """Bring policy, optimizer, random numbers and files back to the newest checkpoint."""
-        if checkpoints := sorted((self.folder / "checkpoints").glob("step-*")):
+        checkpoints = sorted((self.folder / "checkpoints").glob("step-*"))
+        if not checkpoints and (self.folder / "final").exists():
+            raise UserError(
+                f"{self.folder} is finished and has no checkpoint: train its --model "
+                f"{self.folder / 'final'} in a new run, with --save-every above 0"
+            )
+        if checkpoints:
             self.policy.load_state_dict(load_model(checkpoints[-1], "cpu")[0].state_dict())
             file = checkpoints[-1] / "training_state.pt"
             with user_errors(f"{file} is damaged: start a new run from {self.args.model}"):
@@ -939,6 +958,36 @@ class Run:
             with replaced_at_once(self.folder / file) as path:
                 path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
+    def report(self, eval_rows):
+        """Print what came of it: accuracy, a puzzle, and what the paper speaks of."""
+        args, evaluations = self.args, self.read_lines("evaluations.jsonl")
+        tables = {row["step"]: row["table"] for row in evaluations}
+        print(
+            f"\nAccuracy on held-out prompts, before and after {self.step} steps, 95 % intervals\n"
+        )
+        tables = {"before": tables[0], "after": tables[self.step]}
+        print(evaluation_table(tables, TASKS[args.task].difficulty))
+        if self.answers.keys() >= {0, self.step}:  # a resumed run has no answers of before
+            show_learned(eval_rows, self.answers[0], self.answers[self.step], args)
+        if steps := self.read_lines("metrics.jsonl"):
+            print("\n" + paper_in_numbers(steps, args.eta or 0.5))
+
+
+def paper_in_numbers(steps, eta):
+    """What the lines of metrics.jsonl say of learning and of the paper's claim: lines of text."""
+
+    def ends(name, unit=1, digits=2):
+        return " and ".join(f"{unit * step[name]:.{digits}f}" for step in (steps[0], steps[-1]))
+
+    blocks = "".join("▁▂▃▄▅▆▇█"[round(7 * step["accuracy"])] for step in steps)
+    text = f"Accuracy in training, step by step: {blocks} {ends('accuracy').replace('and', '→')}"
+    share = ends("low_probability_share", 100, 0)
+    text += f"\nIn the first and the last step {share} % of the tokens were unlikely (π < {eta:g})."
+    if "grad_norm/low" in steps[0] and "grad_norm/high" in steps[0]:  # Lopti
+        low, high = ends("grad_norm/low"), ends("grad_norm/high")
+        text += f"\nTheir gradient had the length {low}, that of all other tokens {high}."
+    return text
+
 
 @contextmanager
 def replaced_at_once(path):
@@ -951,6 +1000,10 @@ def replaced_at_once(path):
         if path.is_dir():
             shutil.rmtree(path)
         os.replace(partial, path)
+
+
+# --------------------------------------------------------------------------------------------------
+# 12. The model
 
 
 def load_model(name, device):
@@ -987,7 +1040,16 @@ def check_model(model, tokenizer, rows, args):
         raise UserError("a prompt is empty, or has a token that the model has no embedding for")
     with user_errors(f"cannot sample from {args.model}: choose another --model"):
         two_tokens = argparse.Namespace(**{**vars(args), "max_new_tokens": 2})
-        sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
+        rollout = sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
+        first, second = rollout.ids[:1], rollout.ids[:1].clone()
+        second[0, -1] = first[0, 0]  # another last token: what stands before it must not change
+        before = torch.ones_like(first, dtype=torch.bool)
+        before[:, 0] = before[:, -1] = False
+        pair = [
+            token_logprobs(token_logits(model, x, before, 1.0), x, before) for x in (first, second)
+        ]
+    if not torch.allclose(*pair, atol=1e-3):
+        raise UserError(f"{args.model} sees the tokens that follow: choose a causal --model")
 
 
 def choose_device(name):
@@ -1026,9 +1088,8 @@ def make_reference(policy, args):
         return None
     reference = copy.deepcopy(policy).requires_grad_(False)
     embedding = reference.get_input_embeddings().weight
-    for module in reference.modules():
-        is_linear = isinstance(module, torch.nn.Linear) and module.weight is not embedding
-        if is_linear and args.dtype == "bfloat16":
+    for module in reference.modules() if args.dtype == "bfloat16" else ():
+        if isinstance(module, torch.nn.Linear) and module.weight is not embedding:
             module.to(torch.bfloat16)
     return reference
 
@@ -1039,33 +1100,40 @@ def make_optimizer(policy, args):
 
 
 # --------------------------------------------------------------------------------------------------
-# 12. Flags and main
+# 13. Flags and main
 
-# A preset is a list of flags that stand before yours. The paper's have the steps of its 5 epochs,
-# for math of 5 times its 10,000 problems; our --data is the whole set it drew them from, our model
-# 3B instead of 7B. α and η are in none: say them for its method.
-# Computed for 80 GB, not run: 3B take 58 GiB and a response of 4,496 tokens .155 GiB of cache, so
-# 104 responses fit at a time, and a step's 512 take five decodes. An evaluation (500 prompts, five
-# answers each) takes 25: every 50 steps it adds a tenth to the time.
-PAPER = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --mini-batch-size 256
-    --learning-rate 1e-6 --tokens-per-microbatch 4096 --gradient-checkpointing
-    --sample-batch-size 104 --eval-every 50 --save-every 20"""
-PRESETS = {
-    "kk": f"""{PAPER} --model Qwen/Qwen2.5-3B-Instruct --people 3 4 5 6 7 --steps 351
-    --data K-and-K/knights-and-knaves:train:3ppl+4ppl+5ppl+6ppl+7ppl
-    --eval-data K-and-K/knights-and-knaves:test:3ppl+4ppl+5ppl+6ppl+7ppl""",
-    "math": f"""{PAPER} --task math --model Qwen/Qwen2.5-3B --steps 781
-    --data agentica-org/DeepScaleR-Preview-Dataset --eval-data HuggingFaceH4/MATH-500::test""",
+CONSTANTS = {  # without a flag; `args` has them like all other settings
+    "weight_decay": 0.01,  # of AdamW
+    "max_grad_norm": 1.0,  # what the norm of a step's gradient is clipped to
+    "clip_dual": 10.0,  # c: where Â < 0, a token's loss is at most -c·Â
+    "stapo_tau": 0.002,  # τ_p of STAPO
+    "stapo_quantile": 0.75,  # which quantile of the candidates' entropies is its τ_h
+    "eval_temperature": 1.0,  # of the sampled answers in an evaluation
 }
-
-
-# --task math without a preset: shorter responses, more of them
-TINY_MATH = "--prompts-per-step 64 --mini-batch-size 256 --sample-batch-size 512"
+MATH_SIZES = {"prompts_per_step": 64, "mini_batch_size": 256, "sample_batch_size": 512}
 
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message):  # one sentence, without the list of all flags
+    """Errors are one sentence, without the list of all flags; @FILE stands for the flags in it."""
+
+    def error(self, message):
         raise UserError(f"{message} (python lopti.py --help lists the flags)")
+
+    def flags_of(self, word):
+        """What a word stands for: itself, or as @FILE the flags there; # begins a comment."""
+        if not word.startswith("@"):
+            return [word]
+        flags, file = [], word[1:]
+        with user_errors(f"cannot read the flags in {file}"):
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
+        for number, line in enumerate(lines, 1):
+            words = shlex.split(line, comments=True)
+            try:
+                self.parse_args(words)  # a line holds whole flags
+            except UserError as error:
+                raise UserError(f"{file}, line {number}: {error}") from error
+            flags += words
+        return flags
 
 
 def number(kind, low, high=math.inf):
@@ -1084,65 +1152,73 @@ def number(kind, low, high=math.inf):
 def build_parser():
     share, not_negative = number(float, 0, 1), number(float, 0, 1e9)
     rate, temperature = number(float, 1e-12, 1), number(float, 0.01, 100)
-    count, at_least_1 = number(int, 0), number(int, 1)
+    count, at_least_1, score = number(int, 0), number(int, 1), number(float, -1e9, 1e9)
     parser = Parser(
         usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
         description=__doc__.split("\n\n")[0],
-        epilog=" ".join(f"--preset {name} is {flags}." for name, flags in PRESETS.items())
-        + f" --task math without a preset is {TINY_MATH}.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="@FILE stands for the flags in it: data/kk.flags, data/math.flags are the paper's.",
     )
     parser.set_defaults(**CONSTANTS)
-    add = parser.add_argument
-    add("--preset", choices=("tiny", "kk", "math"), default="tiny", help="kk, math: the paper's")
-    add = parser.add_argument_group("method").add_argument
-    add("--advantage", choices=("grpo", "reinforce++"), default="grpo", help="by group or by batch")
-    add("--alpha", type=share, default=0.0, help="α of Advantage Reweighting, Eq. 4")
-    add("--eta", type=share, default=0.0, help="η of Lopti: π < η is updated first")
+
+    def group(title):
+        add, switch = parser.add_argument_group(title).add_argument, {"action": "store_true"}
+        told = " (default: %(default)s)"  # where there is one to tell
+
+        def flag(name, help, default=None, **options):
+            options |= {"default": default} if default is not False else switch
+            add(name, help=help + told * (str(default) not in ("None", "", "False")), **options)
+
+        return flag
+
+    add = group("method")
+    add("--advantage", "by group or by batch", "grpo", choices=("grpo", "reinforce++"))
+    add("--alpha", "α of Advantage Reweighting, Eq. 4", 0.0, type=share)
+    add("--eta", "η of Lopti: π < η is updated first", 0.0, type=share)
     orders = ("low-high", "high-low", "low", "high")
-    add("--order", choices=orders, default="low-high", help="Lopti's passes (Fig. 6a, b)")
-    add("--without-bias", action="store_true", help="ours: subtract the bias of weights by π")
-    add("--passes", type=at_least_1, default=1, help="how often to go over a rollout batch")
-    add("--stapo", action="store_true", help="leave out STAPO's spurious tokens")
-    add("--top-entropy", type=share, default=0.0, help="ρ of 80/20, the share kept; paper: 0.2")
-    add("--min-p", type=share, default=0.0, help="ρ of the safe vocabulary; e^-13 is 2.3e-6")
-    add("--clip-low", type=not_negative, default=0.2, help="ε_l: the ratio is clipped at 1-ε_l")
-    add("--clip-high", type=not_negative, default=0.24, help="ε_h: the ratio is clipped at 1+ε_h")
-    add("--kl-coef", type=not_negative, default=0.001, help="β; 0 also saves the reference model")
-    add = parser.add_argument_group("sampling").add_argument
-    add("--prompts-per-step", type=at_least_1, default=16, help="prompts in a rollout batch")
-    add("--group-size", type=at_least_1, default=8, help="G: responses to each prompt")
-    add("--temperature", type=temperature, default=1.0, help="T_s, of sampling and every π")
-    add("--max-prompt-length", type=at_least_1, default=400, help="longer prompts are dropped")
-    add("--max-new-tokens", type=at_least_1, default=256, help="longest response, in tokens")
-    add("--sample-batch-size", type=count, default=256, help="responses at a time; 0: all")
-    add = parser.add_argument_group("optimisation").add_argument
-    add("--learning-rate", type=rate, default=1e-4, help="of AdamW, constant")
-    add("--mini-batch-size", type=count, default=64, help="responses in an optimizer step; 0: all")
-    add("--tokens-per-microbatch", type=at_least_1, default=2048, help="changes memory and speed")
-    add("--gradient-checkpointing", action="store_true", help="less memory, a third more time")
-    add("--steps", type=count, default=24, help="training steps (rollout batches)")
-    add = parser.add_argument_group("model and data").add_argument
-    add("--task", choices=TASKS, default="kk", help="Knights and Knaves, or math with \\boxed{}")
-    add("--model", default=str(HERE / "data" / "tiny"), help="folder or hub name of a causal model")
-    add("--data", help="jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
-    add("--eval-data", help="evaluation rows, in the same forms")
-    add("--reward", metavar="MODULE:FUNCTION", help="your own, f(completions, solution, **columns)")
-    add("--solved-reward", type=float, help="a response counts as right from this reward on")
-    add("--people", type=int, nargs="+", default=[2, 3], help="kk: sizes of puzzles")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of forwards")
-    add("--device", default="auto", help="auto: a GPU or cpu; mps is untried")
-    add = parser.add_argument_group("evaluation and run folder").add_argument
-    add("--eval-every", type=count, default=0, help="steps; 0: before and after training only")
-    add("--eval-size", type=count, default=100, help="evaluation prompts per difficulty; 0: all")
-    add("--eval-samples", type=count, default=4, help="k of avg@k and pass@k, at T = 1")
-    add("--eval-only", action="store_true", help="evaluate the model and stop")
-    add("--show", type=count, default=0, help="with --eval-only: print so many prompts, answered")
-    add("--save-every", type=count, default=10, help="steps; 0: a checkpoint only when stopped")
-    add("--resume", default="", metavar="runs/NAME", help="go on with a run, by its own settings")
-    add("--name", default="", help="of the run folder; a new one by default")
-    add("--output", default="runs", help="where run folders are made")
-    add("--seed", type=number(int, 0, 2**32 - 1), default=0, help="of everything random")
+    add("--order", "Lopti's passes (Fig. 6a, b)", "low-high", choices=orders)
+    add("--without-bias", "ours: subtract the bias of weights by π", False)
+    add("--passes", "how often to go over a rollout batch", 1, type=at_least_1)
+    add("--stapo", "leave out STAPO's spurious tokens", False)
+    add("--top-entropy", "ρ of 80/20, the share kept; the paper: 0.2; 0: off", 0.0, type=share)
+    add("--min-p", "ρ of the safe vocabulary; e^-13 is 2.3e-6; 0: off", 0.0, type=share)
+    add("--clip-low", "ε_l: the ratio is clipped at 1-ε_l", 0.2, type=not_negative)
+    add("--clip-high", "ε_h: the ratio is clipped at 1+ε_h", 0.24, type=not_negative)
+    add("--kl-coef", "β; 0 also saves the reference model", 0.001, type=not_negative)
+    add = group("sampling")
+    add("--prompts-per-step", "prompts in a rollout batch", 16, type=at_least_1)
+    add("--group-size", "G: responses to each prompt", 8, type=at_least_1)
+    add("--temperature", "T_s, of sampling and every π", 1.0, type=temperature)
+    add("--max-prompt-length", "longer prompts are dropped", 400, type=at_least_1)
+    add("--max-new-tokens", "longest response, in tokens", 256, type=at_least_1)
+    add("--sample-batch-size", "responses at a time; 0: all", 256, type=count)
+    add = group("optimisation")
+    add("--learning-rate", "of AdamW, constant", 1e-4, type=rate)
+    add("--mini-batch-size", "responses in an optimizer step; 0: all", 64, type=count)
+    add("--tokens-per-microbatch", "changes memory and speed only", 2048, type=at_least_1)
+    add("--gradient-checkpointing", "less memory, a third more time", False)
+    add("--steps", "training steps (rollout batches)", 24, type=count)
+    add = group("model and data")
+    add("--task", "Knights and Knaves, or math with \\boxed{}", "kk", choices=TASKS)
+    add("--model", "folder or hub name of a causal model; or the bundled one, data/tiny")
+    add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
+    add("--eval-data", "evaluation rows, in the same forms")
+    add("--reward", "your own, f(completions, solution, **columns)", metavar="MODULE:FUNCTION")
+    add("--solved-reward", "a response counts as right from this reward on", type=score)
+    add("--people", "kk: sizes of puzzles", [2, 3], type=int, nargs="+")
+    dtypes = ("auto", "float32", "bfloat16")
+    add("--dtype", "of forward passes; auto: bfloat16 on a GPU that has it", "auto", choices=dtypes)
+    add("--device", "auto: a GPU or cpu; mps is untried", "auto")
+    add = group("evaluation and run folder")
+    add("--eval-every", "steps; 0: before and after training only", 0, type=count)
+    add("--eval-size", "evaluation prompts per difficulty; 0: all", 100, type=count)
+    add("--eval-samples", "k of avg@k and pass@k, at T = 1; 0: greedy only", 4, type=count)
+    add("--eval-only", "evaluate the model and stop", False)
+    add("--show", "with --eval-only: print so many prompts, answered", 0, type=count)
+    add("--save-every", "steps; 0: a checkpoint only when stopped", 10, type=count)
+    add("--resume", "go on with a run, by its own settings", "", metavar="runs/NAME")
+    add("--name", "of the run folder; a new one otherwise", "")
+    add("--output", "where run folders are made", "runs")
+    add("--seed", "of everything random", 0, type=number(int, 0, 2**32 - 1))
     return parser
 
 
@@ -1152,10 +1228,13 @@ FREE_TO_CHANGE |= {"tokens_per_microbatch", "gradient_checkpointing"}
 
 
 def parse_arguments(argv=None):
-    """Defaults, then those of the preset or of the run to resume, then flags: the later wins."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+    """Defaults, then those of the task or of the run to resume, then flags: the later wins."""
     parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    argv = [flag for word in argv for flag in parser.flags_of(word)]
     args = parser.parse_args(argv)
+    if args.eval_only and args.data and not args.eval_data:
+        raise UserError("--eval-only evaluates --eval-data: give that instead of --data")
     if args.resume:
         with user_errors(f"--resume {args.resume}: name the folder of a run, runs/NAME"):
             config = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
@@ -1165,9 +1244,9 @@ def parse_arguments(argv=None):
         changed = {name for name in settings if getattr(args, name) != settings[name]}
         if refused := ", ".join(sorted(changed - FREE_TO_CHANGE)):
             raise UserError(f"--resume cannot change {refused}: start a new run for that")
-    else:
-        preset = PRESETS.get(args.preset, TINY_MATH if args.task == "math" else "")
-        args = parser.parse_args([*preset.split(), *argv])
+    elif args.task == "math":
+        parser.set_defaults(**MATH_SIZES)
+        args = parser.parse_args(argv)
     if args.reward and args.solved_reward is None:
         raise UserError("--reward needs --solved-reward: from which reward on is a response right?")
     if args.solved_reward is None:
@@ -1178,62 +1257,45 @@ def parse_arguments(argv=None):
         raise UserError("--without-bias needs --alpha or --eta above 0: else no weight goes by π")
     if args.group_size < 2 and args.advantage == "grpo":
         raise UserError("--group-size must be at least 2: GRPO compares responses within a group")
+    args.model = args.model or str(HERE / "data" / "tiny")
     return args
 
 
 def method_name(args):
     """'GRPO', 'GRPO + AR (α=0.3)', 'GRPO + AR (α=0.3) + Lopti (η=0.5)' and so on."""
-    split = {"low-high": "Lopti", "high-low": "reversed Lopti"}.get(
+    order = {"low-high": "Lopti", "high-low": "reversed Lopti"}.get(
         args.order, f"{args.order} only"
     )
-    parts = {
-        args.advantage.upper(): True,
-        f"AR (α={args.alpha:g})": args.alpha,
-        f"{split} (η={args.eta:g})": args.eta,
-        "STAPO": args.stapo,
-        f"80/20 (ρ={args.top_entropy:g})": args.top_entropy,
-        f"min-p (ρ={args.min_p:g})": args.min_p,
-        f"{args.passes} passes": args.passes > 1,
-        "without bias": args.without_bias,
-    }
-    return " + ".join(part for part, used in parts.items() if used)
-
-
-def show_responses(rows, answers, count):
-    """Print `count` evaluation prompts, spread over the difficulties, with their responses."""
-    for i in range(0, len(rows), max(1, len(rows) // max(1, count)))[:count]:
-        print(f"\n--- {rows[i]['prompt']}\nsolution: {rows[i]['solution']}")
-        for sampled, (text, reward, _) in enumerate(answers[i]):
-            print(f"\n[{f'sample {sampled}' if sampled else 'greedy'}, reward {reward:g}]\n{text}")
+    settings = {"AR (α=": args.alpha, f"{order} (η=": args.eta}
+    settings |= {"80/20 (ρ=": args.top_entropy, "min-p (ρ=": args.min_p}
+    parts = [f"{name}{value:g})" for name, value in settings.items() if value]
+    parts += ["STAPO"] * args.stapo + ["without bias"] * args.without_bias
+    parts += [f"{args.passes} passes"] * (args.passes > 1)
+    return " + ".join([args.advantage.upper(), *parts])
 
 
 def run_command(args):
-    """Evaluate, train, evaluate, save, and print the table."""
-    started, difficulty_name = time.time(), TASKS[args.task].difficulty
+    """Evaluate, train, evaluate, save, and tell what came of it."""
+    started = time.time()
     policy, tokenizer, train_rows, eval_rows = prepare(args)
     if args.eval_only:
         table, answers = evaluate(policy, tokenizer, eval_rows, args)
         show_responses(eval_rows, answers, args.show)
-        print("\n" + evaluation_table({"": table}, difficulty_name))
+        print("\n" + evaluation_table({"": table}, TASKS[args.task].difficulty))
         return
     torch.manual_seed(args.seed)
-    reference, optimizer = make_reference(policy, args), make_optimizer(policy, args)
-    run = Run(policy, tokenizer, optimizer, args)
+    reference = make_reference(policy, args)
+    run = Run(policy, tokenizer, make_optimizer(policy, args), args)
     with suppress(ValueError):  # of any thread but the main one
         for asking in (signal.SIGINT, signal.SIGTERM):
             signal.signal(asking, run.ask_to_stop)
     steps = f"steps {run.step + 1} to {args.steps}"
     print(f"{method_name(args)} on {policy.device}, {steps}, {run.folder}")
-    train(policy, reference, tokenizer, optimizer, train_rows, eval_rows, run, args)
-    if args.save_every:
-        run.save_checkpoint()
-    run.evaluate(eval_rows)
+    run.train(reference, train_rows, eval_rows)
     with replaced_at_once(run.folder / "final") as folder:
         policy.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    tables = {row["step"]: row["table"] for row in run.read_lines("evaluations.jsonl")}
-    print(f"\nAccuracy on held-out prompts, before and after {args.steps} steps, 95 % intervals\n")
-    print(evaluation_table({"before": tables[0], "after": tables[args.steps]}, difficulty_name))
+    run.report(eval_rows)
     print(f"\n{time.time() - started:.0f} s in all. {run.folder} holds metrics, samples, final/.")
 
 

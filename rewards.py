@@ -43,7 +43,7 @@ def message_text(message):
 FORMAT_REWARD, FORMAT_PENALTY = 1.0, -1.0
 ALL_CORRECT, SOME_WRONG, NOT_PARSABLE = 2.0, -1.5, -2.0
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-ANY_NAME = r"[^\W\d_][\w'. -]*?"  # Zoey, Mary Ann, O'Neil
+ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so time is linear
 
 
 def kk_reward(completions, solution, **columns):
@@ -94,8 +94,7 @@ def read_roles(text, names=None):
     """
     text = text.lower()
     name = ANY_NAME if names is None else "|".join(map(re.escape, names))
-    pairs = re.findall(rf"\b(?:and\s+)?({name})\s+is\s+a\s+(knight|knave)\b", text)
-    roles = dict(pairs)
+    roles = dict(re.findall(rf"\b(?:and\s+)?({name})\s+is\s+a\s+(knight|knave)\b", text))
     complete = names is None or roles.keys() == names.keys()
     return roles if complete and len(roles) == len(re.findall("knight|knave", text)) else None
 
@@ -437,16 +436,21 @@ def question_and_solution(row):
     """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
     if "quiz" in row:  # K-and-K/knights-and-knaves
         return row["quiz"], row.get("solution_text_format")
-    if "problem" in row and "answer" in row:  # DeepScaleR, MATH-500
-        return row["problem"], row["answer"]
-    if "problem" in row:  # MATH
-        return row["problem"], extract_boxed(row.get("solution") or "")
+    if "problem" in row:  # DeepScaleR, MATH-500, and MATH, which has no answer but the box
+        return row["problem"], row.get("answer", extract_boxed(to_text(row.get("solution"))))
     if "question" in row:  # GSM8K
-        return row["question"], str(row.get("answer", "")).split("####")[-1].strip()
+        return row["question"], to_text(row.get("answer")).split("####")[-1].strip()
     if "reward_model" in row:  # verl: the prompt is chat messages
         truth = row["reward_model"]["ground_truth"]
         return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
     return row.get("prompt"), row.get("solution")  # TRL: the prompt is chat messages, or text
+
+
+def to_text(value):
+    """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
+    if isinstance(value, float):
+        value = int(value) if value.is_integer() else value if math.isfinite(value) else None
+    return "" if value is None or isinstance(value, (list, dict)) else str(value)
 
 
 # ------------------ From a data file to rows, from a row to a prompt, from a response to its reward
@@ -469,11 +473,8 @@ def user_errors(problem):
 
 
 def load_data(args, tokenizer):
-    """Training and evaluation rows. No training question contains one of the evaluation's, or is
-    part of one.
-
-    With --eval-only nothing is loaded to train on. Of each difficulty --eval-size rows are
-    evaluated; those beyond are not trained on either.
+    """Training rows (none with --eval-only) and, of each difficulty, --eval-size evaluation rows.
+    No training question contains one of the evaluation data, chosen or not, or is part of one.
     """
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
@@ -489,52 +490,54 @@ def load_data(args, tokenizer):
 
 
 def load_rows(source, args, tokenizer, held_out=()):
-    """The rows of a data file or hub data set that can be used. One line tells of the others:
-    train.jsonl: 9 rows, 2 left out: 2 longer than --max-prompt-length 400 (row 4, 7)
-    """
+    """The rows of a data file or hub data set that can be used; one line counts all others."""
     with user_errors(f"cannot read {source}"):
         table = read_table(str(source))
-        names = dict.fromkeys(itertools.chain(*table))
+    if not table:
+        raise UserError(f"{source} is empty: it has no rows")
+    names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
+    if "completions" in names:  # a reward gets the responses by this name
+        raise UserError(f"{source} has a column completions: give it another name")
     rows, left_out = [], {}  # reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
-        with user_errors(f"cannot read row {number} of {source}"):
-            row = make_row(columns, args.task, tokenizer)
-        row["columns"] = {name: columns.get(name) for name in names}  # every row has all of them
-        if reason := why_left_out(row, args, tokenizer, held_out):
-            left_out.setdefault(reason, []).append(number)
-        else:
+        try:
+            with user_errors("that cannot be read"):  # whatever goes wrong with a row
+                row = make_row(columns, args.task, tokenizer)
+                row["columns"] = {name: columns.get(name) for name in names if name is not None}
+                check_row(row, args, tokenizer, held_out)
             rows.append(row)
+        except UserError as reason:
+            left_out.setdefault(str(reason), []).append(number)
+    if rows:  # what --people leaves out is no news
+        left_out = {why: them for why, them in left_out.items() if "not of --people" not in why}
     where = {why: f" (row {str(them)[1:-1]})" for why, them in left_out.items() if len(them) < 10}
     reasons = [f"{len(them)} {why}{where.get(why, '')}" for why, them in left_out.items()]
-    told = f"{len(table)} rows, {len(table) - len(rows)} left out: {', '.join(reasons)}"
+    told = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
     if not rows:
-        raise UserError(f"no prompts are left of {source}, see --task: {told}")
+        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {told}")
     if left_out:
         print(f"{Path(source).name}: {told}")
     return rows
 
 
-def why_left_out(row, args, tokenizer, held_out):
-    """The reason why a row cannot be used, or None. No row of `held_out` is trained on."""
+def check_row(row, args, tokenizer, held_out):
+    """UserError with the reason where a row cannot be used. No row of `held_out` is trained on."""
     task, question, solution = TASKS[args.task], row["question"], row["solution"]
     if not question or not solution.strip():
-        return "without a prompt or a solution"
+        raise UserError("without a prompt or a solution")
     if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
-        return "with half a character (a lone surrogate)"
+        raise UserError("with half a character (a lone surrogate)")
     # A solution, as the answer in the form of either task, must earn the full reward.
     response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
-    readable = args.reward
-    with suppress(ValueError):
-        readable = readable or task.reward([response], [solution]) == [task.solved]
-    if not readable:
-        return "whose solution the reward cannot read"
+    nobody = args.task == "kk" and row["difficulty"] == "0"
+    if nobody or not args.reward and task.reward([response], [solution]) != [task.solved]:
+        raise UserError(f"whose solution --task {args.task} cannot read")
     if args.task == "kk" and int(row["difficulty"]) not in args.people:
-        return f"not of --people {' '.join(map(str, args.people))}"
-    ids = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
-    if len(ids) > args.max_prompt_length:
-        return f"longer than --max-prompt-length {args.max_prompt_length}"
+        raise UserError(f"not of --people {' '.join(map(str, args.people))}")
+    if len(tokenizer(row["prompt"], add_special_tokens=False).input_ids) > args.max_prompt_length:
+        raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
     if any(old["question"] in question or question in old["question"] for old in held_out):
-        return "also in the evaluation data"
+        raise UserError("also in the evaluation data")
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -550,13 +553,17 @@ def prompt_stream(rows, size, seed, skip=0):
 
 def read_table(source):
     """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split."""
-    kind = Path(source).suffix
-    if kind in (".json", ".jsonl"):
-        text = Path(source).read_text(encoding="utf-8").strip()
-        return json.loads(text if kind == ".json" else f"[{text}]".replace("\n", ",\n"))
+    kind = Path(source).suffix.lower()
+    if kind in (".json", ".jsonl"):  # utf-8-sig: Excel and PowerShell mark a file's beginning
+        text = Path(source).read_text(encoding="utf-8-sig")
+        if kind == ".jsonl":  # each line becomes a list, so that an error has the line's number
+            text = "[" + text.replace("\n", "],\n[") + "]"
+        return list(itertools.chain(*json.loads(f"[{text}]")))
     if kind == ".csv":
-        with open(source, newline="", encoding="utf-8") as stream:
+        with open(source, newline="", encoding="utf-8-sig") as stream:
             return list(csv.DictReader(stream))
+    if kind != ".parquet" and Path(source).is_file():
+        raise UserError(f"{source} is no jsonl, json, csv or parquet file: make it one of these")
     import datasets  # here, because it takes a second to import
 
     if kind == ".parquet":
@@ -567,18 +574,21 @@ def read_table(source):
 
 def make_row(columns, task, tokenizer):
     """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
+    if any(columns.get(None, ())):  # where csv puts them
+        raise UserError("with more cells than columns")
     question, solution = question_and_solution(columns)
-    question, solution = question or "", "" if solution is None else str(solution)
+    question, solution = question or "", to_text(solution)
     is_prompt = question == columns.get("prompt")  # the row brings a whole one
     prompt = (question, "") if is_prompt else (TASKS[task].messages(question), TASKS[task].opening)
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
-    people = len(read_roles(solution) or ())
+    level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
     return {
+        "asked": " ".join(question.split()),
         "question": " ".join(question.split()).casefold(),
         "prompt": render_prompt(tokenizer, *prompt),
         "solution": solution,
-        "difficulty": str(people if task == "kk" else columns.get("level", "all")),
+        "difficulty": str(len(read_roles(solution) or ())) if task == "kk" else level,
     }
 
 
@@ -611,14 +621,13 @@ def compute_rewards(texts, rows, args):
     and gets every column of the data as a list with one entry for each response.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
-    names = dict.fromkeys(itertools.chain(*(row["columns"] for row in rows)))
-    columns = {name: [row["columns"].get(name) for row in rows] for name in names}
+    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
-    with user_errors(f"the reward {function.__name__} failed"):
+    with user_errors(f"the reward {args.reward or args.task} failed"):
         rewards = [float(reward) for reward in function(completions=texts, **columns)]
     if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-        raise UserError(f"{function.__name__} must return one finite number for each response")
+        raise UserError(f"{args.reward} must return one finite number for each response")
     return rewards
 
 
@@ -628,4 +637,4 @@ def load_function(place):
     module, _, name = place.partition(":")
     sys.path.append(os.getcwd())
     with user_errors(f"--reward {place}: give MODULE:FUNCTION"):
-        return getattr(importlib.import_module(module), name)
+        return functools.partial(getattr(importlib.import_module(module), name))  # or TypeError

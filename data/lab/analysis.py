@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import theory
+import torch
 import world
 from experiments import RESULTS, read_lines, rows_of, with_ending
 from scipy import stats
@@ -159,14 +160,30 @@ def markdown(rows):
     return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
 
 
-def comparisons_table(frame, pairs, outcomes, rows_shown=None):
-    """A row for each pair, or for the first ones: every outcome with its interval and p by Holm."""
+def short_table(frame, pairs, outcomes, rows_shown=None):
+    """The table for RESULTS.md: the first pairs, their outcomes, bold where p < .05 by Holm."""
+    kl = column_of_kl(frame[frame.method.isin({name for pair in pairs for name in pair})].metrics)
+    found, rows = [differences(frame, pairs, outcome, kl) for outcome in outcomes], []
+    for pair in list(found[0])[:rows_shown]:
+        cells = []
+        for _, mean, half, p in (of_pairs[pair] for of_pairs in found):
+            text = f"{mean:+.3f} ± {half:.3f}".replace("0.", ".").replace("-", "−")
+            cells.append(f"**{text}**" if p < 0.05 else text)
+        label = (
+            pairs[pair][0].replace(", new seeds", "").replace("learning rate × 0.5", "half rate")
+        )
+        rows.append((label, pairs[pair][1], *cells))
+    return markdown([("difference", "expected", *outcomes), *rows])
+
+
+def comparisons_table(frame, pairs, outcomes):
+    """A row for each pair: every outcome with its interval and p by Holm."""
     kl = column_of_kl(frame[frame.method.isin({name for pair in pairs for name in pair})].metrics)
     found = [differences(frame, pairs, outcome, kl) for outcome in outcomes]
     told, with_kl = any(told for _, told in pairs.values()), EQUAL_KL in " ".join(outcomes)
     head = [part for outcome in outcomes for part in (outcome, "p (Holm)")]
     rows = [("difference", *["expected"] * told, "seeds", *head, *[KL_END] * with_kl)]
-    for pair in list(found[0])[:rows_shown]:
+    for pair in found[0]:
         seeds = found[0][pair][0].index
         row = [pairs[pair][0], *[pairs[pair][1]] * told, f"{len(seeds)}"]
         for of_pairs in found:
@@ -200,6 +217,7 @@ VIEWS = ("one rate", "best rate", "equal KL")
 IN_WORLDS = [("Lopti", name) for name in list(world.METHODS)[:3]] + [("Lopti", "reversed Lopti")]
 IN_WORLDS += [("AR, α = .3", "GRPO"), ("AR, α = 1", "GRPO"), ("oracle", "GRPO")]
 IN_WORLDS += [("AR, α = 1, no bias", name) for name in ("GRPO", "AR, α = 1")]
+IN_WORLDS += [("AR, measured α", "GRPO")]
 
 
 def moments(of, *weights):
@@ -223,6 +241,9 @@ def predicted_gain(of, name):
         low, high = products.diagonal().sqrt().tolist()
         cosine = float(products[0, 1]) / (low * high)
         return theory.split_gain(float(signals[1] / signals.sum()), math.atan2(high, low), cosine)
+    if "measured" in name:  # at the best slope: √(s·V⁻¹s)
+        signals, products = moments(of._replace(late=False), torch.ones_like, lambda pi: pi)
+        return float((signals @ torch.linalg.solve(products, signals)).sqrt()) / progress(of)
     others = {"oracle": of._replace(wording=0), "AR, α = 1, no bias": of._replace(late=False)}
     # Not late: V(s) is 0. With one AdamW two passes and Lopti are a longer step of GRPO: 1.
     return progress(others.get(name, of), alpha) / progress(of)
@@ -254,6 +275,9 @@ def worlds_table(rows):
 
 # ---- The pages
 
+SHORT = {"equal KL, new seeds": 2, "equal KL, step length": 3, "without bias": 5}
+SHORT |= {"wordy, steps of .005": 4, "wordy, steps of .005, not planned": 2}  # rows in RESULTS.md
+
 
 def tables(lines):
     """The tables by name; `lines` are those of runs.jsonl."""
@@ -267,7 +291,10 @@ def tables(lines):
         **{name: comparisons_table(frame, *table) for name, table in compared.items()},
         "methods": methods_table(run_frame([*untrained, *lines])),
         "designed worlds": worlds_table(read_lines(RESULTS.with_name("world.jsonl"))),
-        "without bias, in short": comparisons_table(frame, *compared["without bias"], rows_shown=5),
+        **{
+            f"{name}, in short": short_table(frame, *compared[name], rows_shown=rows)
+            for name, rows in SHORT.items()
+        },
     }
 
 

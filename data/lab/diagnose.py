@@ -1,13 +1,14 @@
 """Does your model have the problem of the paper, and would AR and Lopti help? No training.
 
     python data/lab/diagnose.py                                  # the bundled policy, minutes
-    python data/lab/diagnose.py --model M --data F --reward R    # any flags of lopti.py
+    python data/lab/diagnose.py --model M --data F --task math   # any flags of lopti.py
     python data/lab/diagnose.py --batches 20 --plot picture.png
 
 It samples rollout batches as lopti.py would with the same flags, cuts them into mini-batches (one
 optimizer step each), and takes the gradient of each part of a mini-batch's tokens at the policy
-that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-batches. It speaks of a
-first step: a gain need not last (RESULTS.md, R7).
+that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-batches. α is .3 and η
+.5 unless given. --supervised asks the same of fine-tuning: the texts are the column `response` of
+--data instead of samples, Â is 1, and *reward* is their likelihood.
 
 - *Signal* of some tokens: the inner product of their gradient with the whole gradient of another
   mini-batch, the mean over all pairs. That is ⟨∇J, E g⟩, and noise does not count as signal.
@@ -15,14 +16,17 @@ first step: a gain need not last (RESULTS.md, R7).
   (theory.unit_progress) neglects the cross terms between bins of π, and takes for each bin one π.
 - *Gain, measured*: the progress of a step of length 1 along a method's gradient of one mini-batch,
   along the mean gradient of all others, over the same for GRPO. It knows no bins.
+- *Off by*: both are made of the same products, so what one half of the mini-batches predicts is
+  set beside what the other half measures: the root mean square of the difference, both ways.
+- *New attempt*: a word that starts another attempt (Suppose …), the alternatives to `</think>`.
 
 Gradients are kept whole where that takes at most 2 GB; else each as a sketch: inner products are
-right on average, with a standard error of .2 % of the product of the lengths. LOPTI_QUICK=1 takes
-fewer, smaller batches: a minute.
+right on average, with a standard error of .2 % of the product of the lengths.
 """
 
 import argparse
 import copy
+import io
 import itertools
 import math
 import os
@@ -42,7 +46,7 @@ import theory
 import torch
 from scipy import stats
 from tqdm import tqdm
-from variants import updated_copy, wording
+from variants import puzzles, updated_copy, wording
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 BINS = list(itertools.pairwise(EDGES))
@@ -50,6 +54,7 @@ ALPHAS = (0.1, 0.3, 1.0)
 MEMORY = 2e9  # bytes for all gradients
 BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into different buckets
 ENTRIES = 2**16  # of a gradient: AdamW goes by single weights
+NOTHING = 1e-14  # a gradient of no tokens is shorter
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference,
 SMALL_IF_SURE = 3  # or one whose interval does not hold 0 and ends before this
 
@@ -78,6 +83,7 @@ the energy (what they add to the length of a step).
                                         {alphas}
   gain in %, predicted | 1
   gain in %, measured | 1
+  gain in %, prediction off by | 1
   gain in %, measured, without the bias | 1
   gain in %, AdamW | 1
   gain in %, AdamW, without the bias | 1
@@ -92,12 +98,17 @@ which follows from the lengths of the two gradients.
       the paper's 7B model                            –           0.18
   gain in %                                   predicted       measured
   an optimizer for each pass | 1
+      prediction off by | 1
   AdamW (GRPO: 1)                              distance       progress   per distance
-  one AdamW for both passes | 2"""
+  one AdamW for both passes | 2
 
+A first step does not predict a training at a large α, in which the bias may grow. On the bundled
+policy AR at α = 1 gains −8 ± 12 % in a first step and is .236 behind GRPO's accuracy in training;
+without its bias it gains −33 ± 7 % and is .062 behind: the other order (RESULTS.md, R6 and R7). The
+AdamW rows are no first step: they are its limit after many batches (theory.adam_drift)."""
 
 WORDING = """\
-  of π < .25                                    wording       all else
+  of π < .25                                    wording    new attempt       </think>       all else
   share of tokens, of these | 3
   share of the energy, of these | 2
   share of the signal, of these | 2
@@ -109,6 +120,32 @@ def changed(settings, **changes):
     result = copy.copy(settings)
     vars(result).update(changes)
     return result
+
+
+def kinds(ids, mask, tokenizer):
+    """Wording, words that start another attempt, `</think>`: (3, B, L). Else (0, B, L)."""
+    vocabulary = tokenizer.get_vocab()
+    if not {*puzzles.WORDING_WORDS, "</think>"} <= vocabulary.keys():
+        return mask[None][:0]
+    supposing = ids.new_tensor([vocabulary[word] for word in puzzles.WORDING["supposition"]])
+    another = torch.isin(ids, supposing) & mask.roll(1, 1)  # the first attempt is no choice
+    words = wording(ids, tokenizer) & ~another
+    return mask & torch.stack([words, another, ids == vocabulary["</think>"]])
+
+
+def texts_to_learn(policy, tokenizer, rows, args):
+    """A batch of --supervised, as of `collect`: the texts of its rows, Â = 1 on every token."""
+    texts = [[row["prompt"], row["columns"].get("response")] for row in rows]
+    if not all(isinstance(text, str) for _, text in texts):
+        raise lopti.UserError("--supervised needs --data with a column `response`, a text in each")
+    ids = (tokenizer(list(part), add_special_tokens=False)["input_ids"] for part in zip(*texts))
+    prompts, responses, end = *ids, [tokenizer.eos_token_id]
+    responses = [(x + end * (x[-1:] != end))[: args.max_new_tokens] for x in responses]
+    tensors = [x.to(policy.device) for x in lopti.pack(prompts, responses, tokenizer.pad_token_id)]
+    rollout = lopti.Rollout(*tensors, torch.zeros_like(tensors[-1]) > 0, [""] * len(rows))
+    rollout.old_logprobs, entropies = lopti.score(policy, rollout, args, with_entropy=True)
+    rollout.advantages = rollout.mask.float()
+    return rollout, torch.ones(len(rows)), entropies
 
 
 def collect(policy, tokenizer, rows, args):
@@ -160,13 +197,13 @@ def alphas_of(args):
 
 
 def gradients(policy, batch, words, args, exact=True):
-    """What a mini-batch's gradient is made of: (pieces + 4, D), their entries (pieces + 4, E).
+    """What a mini-batch's gradient is made of, R rows: (R, D), and their entries (R, E).
 
     Rows, in ascent of J, each divided by the number of response tokens, kept as by `stored`:
     - Σ Â ∇log π over the tokens of each piece of `pieces_of(η)`: together they are GRPO's gradient;
     - Σ Â π ∇log π over all: AR's gradient is (1-α) GRPO's + α this;
     - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V, and that of the pass π ≥ η;
-    - Σ Â ∇log π over the tokens `words` (B, L), wording with π < .25.
+    - Σ Â ∇log π over each kind of tokens `words` (kinds, B, L), those with π < .25.
     Also (2, pieces): each piece's energy at the logits, and that times π.
     """
     names, parameters = zip(*(pair for pair in policy.named_parameters() if pair[1].requires_grad))
@@ -184,8 +221,7 @@ def gradients(policy, batch, words, args, exact=True):
         losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
         for weights in ((1.0, 0.0), (0.0, args.eta, "high")):  # α, η and a pass
             losses.append(lopti.bias_correction(logits, advantages, *weights))
-        if words.any():  # else no backward pass for them
-            losses += [terms[words[micro_batch, : tokens.shape[1]][tokens]].sum()]
+        losses += [terms[kind[micro_batch, : tokens.shape[1]][tokens]].sum() for kind in words]
         energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
         for number, loss in enumerate(losses):
@@ -194,8 +230,6 @@ def gradients(policy, batch, words, args, exact=True):
             found = stored(list(zip(names, found)), exact)
             rows[number] = [sum(pair) for pair in zip(rows.get(number, (0.0, 0.0)), found)]
     vectors, entries = (torch.stack(parts) for parts in zip(*rows.values()))
-    if not words.any():
-        vectors, entries = (torch.cat([part, 0 * part[:1]]) for part in (vectors, entries))
     return vectors, entries, at_logits.cpu().numpy()
 
 
@@ -214,6 +248,7 @@ def moves(policy, batch, args, norm):
     def probabilities(model):  # of a small model in float64: likely tokens move by very little
         if model.num_parameters() < 5e7 and model.device.type != "mps":
             model = copy.deepcopy(model).double()
+            model.set_experts_implementation("eager")  # grouped ones take no float64
         return lopti.score(model, batch, changed(args, dtype="float32"))[0].exp()
 
     before = probabilities(policy)
@@ -245,14 +280,13 @@ def inner_products(vectors):
     return dots.view(*vectors.shape[:2], *vectors.shape[:2]).numpy()
 
 
-def methods(args):
+def methods(args, count):
     """The gradients of GRPO, both passes of Lopti, AR and AR without its bias (for each α).
 
-    Each as its coefficients by the K rows of `gradients`: three of (K,), two of (alphas, K).
+    Each as its coefficients by the rows of `gradients`: three of (count,), two of (alphas, count).
     """
-    pieces, alphas = pieces_of(args.eta), np.array(alphas_of(args))[:, None]
-    rows = np.eye(len(pieces) + 4)
-    parts, (by_pi, bias, *_) = rows[:-4], rows[-4:]
+    pieces, alphas, rows = pieces_of(args.eta), np.array(alphas_of(args))[:, None], np.eye(count)
+    parts, (by_pi, bias) = rows[: len(pieces)], rows[len(pieces) :][:2]
     grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
     ar = (1 - alphas) * grpo + alphas * by_pi
     return grpo, low, grpo - low, ar, ar - alphas * bias
@@ -264,9 +298,10 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     A gradient is written as its coefficients by the K rows of `gradients`; n mini-batches.
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
-    parts, (bias, of_pass, words), chosen = rows[:-4], rows[-3:], dots[used][:, :, used]
+    parts, (_, bias, of_pass, *words) = rows[: len(pieces)], rows[len(pieces) :]
+    chosen = dots[used][:, :, used]
     bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
-    grpo, low, high, ar, unbiased = methods(args)
+    grpo, low, high, ar, unbiased = methods(args, len(rows))
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
     crossed = (chosen.sum(2) - own) / (n - 1)  # (n, K, K): with the mean of all others
     mean_own, signal_of = own.mean(0), crossed.mean(0) @ grpo  # of K rows
@@ -292,19 +327,21 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     phi, sigma = math.atan((energy(high) / energy(low)) ** 0.5), high @ signal_of / signal
     cosine = (low @ mean_own @ high) / (energy(low) * energy(high)) ** 0.5
     split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
+    if min(lengths(low).max(), lengths(high).max()) < NOTHING:
+        split = np.nan
     norms = np.array([lengths(x).mean() for x in (*bins, grpo)])
-    tokens, of_words = counts[used].sum(0)[:4], counts[used].sum(0)[4]
-    kinds = np.stack([words, bins[0] - words])
+    tokens, of_words = np.split(counts[used].sum(0), [4])
+    words = np.stack([*words, bins[0] - sum(words)])
     return {
         "progress": progress(grpo),
-        "ratio": norms[0] / norms[3],
+        "ratio": norms[0] / norms[3] if norms[3] > NOTHING else np.nan,
         "share of tokens": tokens / tokens.sum(),
         "‖gradient‖ (of all tokens: 1)": norms[:4] / norms[4],
         "share of the energy": energy(bins) / energy(bins).sum(),
         "share of the signal": bins @ signal_of / signal,
-        "share of tokens, of these": np.array([of_words, tokens[0] - of_words]) / tokens.sum(),
-        "share of the energy, of these": energy(kinds) / energy(bins).sum(),
-        "share of the signal, of these": kinds @ signal_of / signal,
+        "share of tokens, of these": np.append(of_words, tokens[0] - of_words.sum()) / tokens.sum(),
+        "share of the energy, of these": energy(words) / energy(bins).sum(),
+        "share of the signal, of these": words @ signal_of / signal,
         "mean π": np.array([by_signal, by_energy, by_signal - by_energy]),
         "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
         "gain in %, measured": np.array([gain(step) for step in ar]),
@@ -316,6 +353,18 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     }
 
 
+def half_statistics(dots, at_logits, counts, args, used):
+    """How far predictions from every other mini-batch are off the gains of those between: rms."""
+    halves = [[i for i in used if i % 2 == odd] for odd in (0, 1)]
+    with np.errstate(all="ignore"):  # of one mini-batch there are no pairs
+        a, b = (gradient_statistics(dots, at_logits, counts, args, half) for half in halves)
+    ar, lopti_name = ("gain in %, predicted", "gain in %, measured"), "an optimizer for each pass"
+    off = [x[ar[0]] - y[ar[1]] for x, y in ((a, b), (b, a))]
+    off_split = [x[lopti_name][:1] - y[lopti_name][1:] for x, y in ((a, b), (b, a))]
+    rms = (np.square(pair).mean(0) ** 0.5 for pair in (off, off_split))
+    return dict(zip(("gain in %, prediction off by", "prediction off by"), rms))
+
+
 def adam_statistics(entries, args, used):
     """AR and Lopti with one AdamW, over GRPO: its gain, or its distance and progress.
 
@@ -323,7 +372,8 @@ def adam_statistics(entries, args, used):
     mini-batches but one, its progress that along the gradient of that one.
     """
     grpo, low, high, ar, unbiased = (
-        torch.tensordot(torch.tensor(rows), entries, ([-1], [1])) for rows in methods(args)
+        torch.tensordot(torch.tensor(rows), entries, ([-1], [1]))
+        for rows in methods(args, entries.shape[1])
     )  # (N, E), or (alphas, N, E)
     stages, found = [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))], 0.0
     for i in used:
@@ -357,7 +407,9 @@ def page(found, args):
     alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
-    known = found["share of tokens, of these"][0][0] > 0  # of the bundled policy and its relatives
+    known = found["share of tokens, of these"][0][
+        :-1
+    ].any()  # of the bundled policy and its relatives
     text = PAGE.replace("{wording}", WORDING if known else "")
     return re.sub(r"(.*) \| (\d)", numbers, text).format(*answers, alphas=alphas)
 
@@ -392,6 +444,8 @@ def sentences(found, args):
         f"{ratio:.1f} ± {half:.1f} times as long as that of the likely ones (π ≥ .75; in the paper "
         f"4.8 times). An update on the unlikely ones alone moves the likely ones {moved[0]:.2f} "
         f"times as far as an update on all, one on the likely ones {moved[1]:.2f} times."
+        if math.isfinite(ratio)
+        else "Not decided: no token is likely (π ≥ .75), so there is nothing to compare with."
     )
     if not found["progress"][0] > found["progress"][1]:
         unsure = "GRPO's own progress is not surely above 0, so nothing can be compared with it"
@@ -405,6 +459,9 @@ def sentences(found, args):
     )
     own = found["an optimizer for each pass"][:, 1]
     distance, _, per_distance = found["one AdamW for both passes"].T
+    if not math.isfinite(own[0]):
+        yield f"Not decided: all tokens are on one side of η = {args.eta:g}. Take another --eta."
+        return
     yield (
         f"With steps of the same length and an optimizer for each pass Lopti at η = {args.eta:g} "
         f"gains {compared(*own)}. With one AdamW, as in lopti.py, it goes {distance[0]:.2f} times "
@@ -412,42 +469,46 @@ def sentences(found, args):
     )
 
 
-def measure(policy, tokenizer, rows, count, args):
+def measure(policy, tokenizer, rows, count, args, supervised=False):
     """All numbers of `count` rollout batches, name → (value, half), and a line about them."""
     responses = args.prompts_per_step * args.group_size
-    size, pieces = args.mini_batch_size or responses, pieces_of(args.eta)
+    size = min(args.mini_batch_size or responses, responses)
     planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
-    exact = 4.0 * weights * planned * (len(pieces) + 4) <= MEMORY
+    exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 6) <= MEMORY
     torch.manual_seed(args.seed)
+    source = texts_to_learn if supervised else collect
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []
     for _ in tqdm(range(count), "rollout batches", disable=None):
-        rollout, rewards, _ = collect(policy, tokenizer, next(prompts), args)
+        rollout, rewards, _ = source(policy, tokenizer, next(prompts), args)
         right += (rewards >= args.solved_reward).tolist()
         for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step
                 pi = batch.old_logprobs.exp()
-                words = batch.mask & (pi < EDGES[1]) & wording(batch.ids, tokenizer)
+                words = (pi < EDGES[1]) & kinds(batch.ids, batch.mask, tokenizer)
                 found = gradients(policy, batch, words, args, exact)
                 counts = np.histogram(pi[batch.mask].tolist(), EDGES)[0]
-                measured.append((*found, np.append(counts, int(words.sum()))))
+                measured.append((*found, np.append(counts, words.sum((1, 2)).tolist())))
                 if len(measured) % max(2, planned // 5) == 1:  # it takes as long as the gradients
-                    norm = found[0][: len(pieces)].double().sum(0).norm()
+                    norm = found[0][: len(pieces_of(args.eta))].double().sum(0).norm()
                     moved.append(moves(policy, batch, args, float(norm)))
     used, share = len(measured), f"{100 * np.mean(right):.0f} % of the answers"
     if used < max(3, planned / 2):
+        cure = "other --data, a larger --group-size or more --prompts-per-step"
         raise lopti.UserError(
             f"only {used} of {planned} mini-batches have a group with unequal rewards ({share} are "
-            "right): too few. Take other --data, a larger --group-size or more --prompts-per-step"
+            f"right): too few. Take {'more --batches' if used == planned else cure}"
         )
     vectors, entries, *others = zip(*measured)
     entries = torch.stack(entries).double()
     numbers = inner_products(torch.stack(vectors)), *map(np.stack, others), args
     found = jackknife(partial(gradient_statistics, *numbers), used)
+    found |= jackknife(partial(half_statistics, *numbers), used)
     found |= jackknife(partial(adam_statistics, entries, args), used)
     found |= jackknife(partial(move_statistics, np.stack(moved)), len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
-    return found, f"{used} mini-batches of {size} answers, {share} right, gradients {kept}"
+    told = "texts, Â = 1" if supervised else f"answers, {share} right"
+    return found, f"{used} mini-batches of {size} {told}, gradients {kept}"
 
 
 def main(argv=None):
@@ -455,18 +516,34 @@ def main(argv=None):
     parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--batches", type=lopti.number(int, 1), default=10, help="default: 10")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it")
+    parser.add_argument("--supervised", action="store_true", help="fine-tuning on texts instead")
     options, flags = parser.parse_known_args(argv)
-    args, started = lopti.parse_arguments(flags), time.process_time()
-    args.alpha, args.eta = args.alpha or 0.3, args.eta or 0.5  # the paper's
-    if os.environ.get("LOPTI_QUICK"):
-        options.batches, args.prompts_per_step = min(options.batches, 6), 4
-    policy, tokenizer, rows, _ = lopti.prepare(args)
-    found, text = measure(policy, tokenizer, rows, options.batches, args)
+    args = lopti.parse_arguments(["--alpha", "0.3", "--eta", "0.5", *flags])  # the paper's
+    started = time.process_time()
+    for wrong, message in (
+        (args.without_bias, "leave --without-bias out: the page has AR with its bias and without"),
+        (args.eval_only, "leave --eval-only out: it answers training prompts"),
+        (not args.eta, "--eta 0 leaves Lopti no first pass: give one above 0"),
+    ):
+        if wrong:
+            raise lopti.UserError(message)
+    if options.supervised:  # texts instead of answers
+        args.prompts_per_step, args.group_size = args.prompts_per_step * args.group_size, 1
+    if options.plot:  # what cannot be drawn is told before the work
+        from plot import canvas, draw_diagnosis  # needs matplotlib
+
+        with lopti.user_errors(f"cannot draw {options.plot}"):
+            os.stat(options.plot.parent)
+            canvas(1)[0].savefig(io.BytesIO(), format=options.plot.suffix[1:])
+    try:
+        policy, tokenizer, rows, _ = lopti.prepare(args)
+    except lopti.UserError as error:
+        other = args.data and args.task == "kk" and "no prompts are left" in str(error)
+        raise lopti.UserError(f"{error} Or is it --task math?" if other else error) from error
+    found, text = measure(policy, tokenizer, rows, options.batches, args, options.supervised)
     print(f"{text}, {time.process_time() - started:.0f} s of processor time\n")
     print(page(found, args))
     if options.plot:
-        from plot import draw_diagnosis  # needs matplotlib
-
         title = f"{Path(args.model).name}: {text}"
         draw_diagnosis(found, alphas_of(args), title).savefig(options.plot, dpi=80)
 

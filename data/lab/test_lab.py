@@ -15,6 +15,7 @@ import re
 import runpy
 import shutil
 import sys
+import types
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -46,10 +47,16 @@ import diagnose
 import experiments
 import lecture
 import plot
+import pretrain
 import theory
 import tokens as pages
+import transformers
 import world
 from scipy import stats
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from variants import puzzles
 
 import lopti
 
@@ -338,6 +345,38 @@ def test_progress_in_the_binary_world(p, words, synonyms):
     assert (unit(low) + unit(high)).mean() / plain / length == pytest.approx(gain, rel=0.01)
 
 
+def test_the_best_slope_of_a_weight(in_float64):
+    """λ makes most unit progress of all slopes, and is V⁻¹s."""
+    world_ = world.WORLDS["unlikely wording, unit steps"][0]
+    signals, products = analysis.moments(world_, torch.ones_like, lambda pi: pi)
+    b = products[0, 1] / products[0, 0]
+    energies = products[0, 0], products[1, 1] - b**2 * products[0, 0]
+    slope = theory.best_slope((signals[0], signals[1] - b * signals[0]), energies)
+    weights = torch.stack([1 - slope * b, slope])  # of g and of g_π
+    best = torch.linalg.solve(products, signals)
+    assert torch.allclose(weights / weights.sum(), best / best.sum())
+    tried = torch.stack([torch.tensor([1 - x * b, x]) for x in torch.linspace(-20, 20, 401)])
+    progress = tried @ signals / ((tried @ products) * tried).sum(1).sqrt()
+    assert progress.max() <= weights @ signals / (weights @ products @ weights).sqrt()
+
+
+@pytest.mark.parametrize("signal", [-1.0, 0.0, 1.0, 30.0])
+def test_the_alpha_that_is_measured(signal):
+    """300 trainings, g = ∇J + noise and d = signal·∇J + as much noise: the best λ is the signal.
+
+    With b = ½ tokens with π = 0 have (1 - λ/2)/2 of the weight, between 0 and 1.
+    """
+    torch.manual_seed(0)
+    measured = theory.MeasuredAlpha()
+    for step in range(60):
+        g, d = 10 / 1000**0.5 * torch.randn(2, 300, 1000)
+        g[:, 0], d[:, 0] = g[:, 0] + 1, d[:, 0] + signal
+        direction, of_unlikely = measured(g, 0.5 * g + d)
+        assert step > 2 or torch.equal(direction, g)  # GRPO, until it has measured
+    assert of_unlikely.min() >= 0 and of_unlikely.max() <= 1
+    assert (2 - 4 * of_unlikely).mean() == pytest.approx(min(signal, 2.0), abs=0.3)
+
+
 def test_drift_of_adamw_that_alternates():
     """AdamW itself, on 2000 batches of correlated stages."""
     torch.manual_seed(0)
@@ -466,22 +505,32 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
     policy, tokenizer = lopti.load_model(args.model, torch.device("cpu"))
     batch, *_ = diagnose.collect(policy, tokenizer, lopti.load_data(args, tokenizer)[0][:2], args)
     batch.advantages, terms, energy = torch.randn(len(batch.mask), 1) * batch.mask, 0.0, 0.0
-    words = batch.mask & diagnose.wording(batch.ids, tokenizer)
+    words = diagnose.kinds(batch.ids, batch.mask, tokenizer)
+    found = [tokenizer.convert_ids_to_tokens(batch.ids[kind].tolist()) for kind in words]
+    supposing = {*puzzles.WORDING["supposition"]}
+    assert {*found[1]} <= supposing and found[2].count("</think>") == len(found[2])
+    starts = [row[mask].tolist() for row, mask in zip(words[0], batch.mask)]
+    assert all(start[0] for start in starts)  # the first attempt is wording
+    assert len([word for word in found[0] if word in supposing]) == len(starts)
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+    assert len(diagnose.kinds(batch.ids, batch.mask, other)) == 0
     rows, entries, (energies, _) = diagnose.gradients(policy, batch, words, args)
-    for ids, mask, advantages, said in zip(batch.ids, batch.mask, batch.advantages, words):
+    for ids, mask, advantages, *said in zip(batch.ids, batch.mask, batch.advantages, *words):
         pi = (policy(ids[None]).logits[0, mask.roll(-1)].double() / 0.8).softmax(-1)
         old, one_hot = pi.detach(), torch.nn.functional.one_hot(ids[mask], pi.shape[1])
         logs = (pi.log() * one_hot).sum(1)
-        of_words, by_pi = logs[said[mask]].sum(), (logs * (old * one_hot).sum(1)).sum()
+        by_pi, of_words = (logs * (old * one_hot).sum(1)).sum(), [logs[x[mask]].sum() for x in said]
         biases = (old * pi).sum(), (pi * (old >= 0.4)).sum()
-        sums = torch.stack([logs.sum(), by_pi, *biases, of_words])
+        sums = torch.stack([logs.sum(), by_pi, *biases, *of_words])
         terms = terms + advantages.sum() / mask.sum() * sums
         energy += float((advantages[mask, None] * (one_hot - old)).square().sum())
-    for term, row in zip(terms / batch.mask.sum(), [rows[:-4].sum(0), *rows[-4:]]):
+    for term, row in zip(terms / batch.mask.sum(), [rows[:5].sum(0), *rows[5:]]):
         slopes = torch.autograd.grad(term, list(policy.parameters()), retain_graph=True)
         slope = torch.cat([part.flatten() for part in slopes])
-        assert (row - slope).norm() < 1e-4 * slope.norm()
-    assert len(rows) == 5 + 4 and words.any() and energies.sum() == pytest.approx(energy, rel=1e-4)
+        assert (row - slope).norm() <= 1e-4 * slope.norm()
+    assert (
+        len(rows) == 5 + 6 and words[0].any() and energies.sum() == pytest.approx(energy, rel=1e-4)
+    )
     sketches, same_entries, _ = diagnose.gradients(policy, batch, words, args, exact=False)
     assert torch.equal(entries, same_entries) and entries.shape[1] <= diagnose.ENTRIES
     exact, dots = (diagnose.inner_products(x[None])[0, :, 0] for x in (rows, sketches))
@@ -491,23 +540,24 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
 
 def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     torch.manual_seed(0)
-    vectors = torch.randn(5, 8, 20, dtype=torch.float64) + 1
-    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((5, 2, 5))
+    vectors = torch.randn(6, 10, 20, dtype=torch.float64) + 1
+    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((6, 2, 7))
     dots = diagnose.inner_products(vectors)
-    found = diagnose.gradient_statistics(dots, ones[..., :4], ones[:, 0], args, list(range(5)))
+    found = diagnose.gradient_statistics(dots, ones[..., :4], ones[:, 0], args, list(range(6)))
     low, high, by_pi = vectors[:, :2].sum(1), vectors[:, 2:4].sum(1), vectors[:, 4]
     unit, grpo = torch.nn.functional.normalize, low + high
     steps = [unit(step) for step in (grpo, 0.7 * grpo + 0.3 * by_pi, unit(low) + unit(high))]
-    others = (grpo.sum(0) - grpo) / 4
+    others = (grpo.sum(0) - grpo) / 5
     plain, ar, split = ((step * others).sum(1).mean() for step in steps)
-    by_pairs = sum(float(vectors[i, 7] @ grpo[j]) for i in range(5) for j in range(5) if i != j)
-    signal = sum(float(grpo[i] @ grpo[j]) for i in range(5) for j in range(5) if i != j)
+    pairs = list(itertools.permutations(range(6), 2))
+    by_pairs = sum(float(vectors[i, 7] @ grpo[j]) for i, j in pairs)
+    signal = sum(float(grpo[i] @ grpo[j]) for i, j in pairs)
     assert found["share of the signal, of these"][0] == pytest.approx(by_pairs / signal)
     assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))
     assert found["an optimizer for each pass"][1] == pytest.approx(float(100 * (split / plain - 1)))
-    found |= diagnose.adam_statistics(vectors, args, range(5))
+    found |= diagnose.adam_statistics(vectors, args, range(6))
     sums = torch.zeros(2, 2, dtype=torch.float64)  # of GRPO, of AR: progress and length
-    for i, rest in enumerate(itertools.combinations(reversed(range(5)), 4)):
+    for i, rest in enumerate(itertools.combinations(reversed(range(6)), 5)):
         for number, step in enumerate((grpo, 0.7 * grpo + 0.3 * (by_pi - vectors[:, 5]))):
             drift = step[list(rest)].mean(0) / step[list(rest)].square().mean(0).sqrt()
             sums[number] += torch.stack([drift @ grpo[i], drift.norm()])
@@ -515,11 +565,107 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     expected = float(100 * (ar / other / (plain / length) - 1))
     assert found["gain in %, AdamW, without the bias"][1] == pytest.approx(expected)
     found |= diagnose.move_statistics(np.ones((1, 3)), [0])
+    numbers = dots, ones[..., :4], ones[:, 0], args
+    halves = [diagnose.gradient_statistics(*numbers, part) for part in ([0, 2, 4], [1, 3, 5])]
+    predicted, shown = (
+        [half[f"gain in %, {kind}"][1] for half in halves] for kind in ("predicted", "measured")
+    )
+    off = (((predicted[0] - shown[1]) ** 2 + (predicted[1] - shown[0]) ** 2) / 2) ** 0.5
+    found |= diagnose.half_statistics(*numbers, list(range(6)))
+    assert found["gain in %, prediction off by"][1] == pytest.approx(off)
     page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in found.items()}, args)
     assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 4
     monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
+    assert "first step does not predict a training at a large α" in page
+    said = dict(found, ratio=np.nan, **{"an optimizer for each pass": np.full(2, np.nan)})
+    page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in said.items()}, args)
+    assert "Not decided: no token is likely" in page and "on one side of η = 0.5" in page
+    assert not re.search(r"nan|\d{6}", page)
+    monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
     with pytest.raises(lopti.UserError, match="only 0 of 3 mini-batches have .*0 % of the ans"):
         diagnose.main([*SMALL_BATCH, "--batches", "3"])
+
+
+def test_no_likely_token_is_said_in_words():
+    """Lengths of nothing are not divided by."""
+    vectors = torch.randn(6, 7, 20, dtype=torch.float64)
+    vectors[:, 2:4] = 0.0  # π ≥ .5
+    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0"]), np.ones((6, 2, 4))
+    numbers = diagnose.inner_products(vectors), ones, ones[:, 0], args
+    found = diagnose.gradient_statistics(*numbers, list(range(6)))
+    assert math.isnan(found["ratio"]) and math.isnan(found["an optimizer for each pass"][0])
+    assert found["gain in %, measured"][0] == pytest.approx(0)  # α = 0 is GRPO
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--without-bias", "leave --without-bias out"),
+        ("--eval-only", "leave --eval-only out"),
+        ("--eta 0", "--eta 0 leaves Lopti no first pass"),
+        ("--plot picture.xyz", "cannot draw picture.xyz"),
+        ("--plot nowhere/picture.png", "cannot draw nowhere"),
+        ("--supervised", "needs --data with a column `response`"),
+        ("--data FILE --batches 3", "Or is it --task math"),
+        ("--batches 1 --max-new-tokens 2", "Take more --batches"),
+    ],
+)
+def test_diagnose_refuses_in_one_sentence(flags, message, tmp_path, monkeypatch):
+    """What it cannot do, before the work; with what would mend it."""
+    rows = [{"question": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(3)]
+    file = write_jsonl(tmp_path / "rows.jsonl", rows)
+    rewards = lambda texts, *_: [float(i % 2) for i in range(len(texts))]
+    monkeypatch.setattr(lopti, "compute_rewards", rewards)
+    with pytest.raises(lopti.UserError, match=message):
+        diagnose.main([*SMALL_BATCH, *flags.replace("FILE", str(file)).split()])
+
+
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe"])
+def test_diagnose_a_mixture_of_experts_and_texts(kind, tmp_path, capsys):
+    """From its flags to the page, on texts that are given: Â is 1 on each of their tokens."""
+    sizes = {"vocab_size": 308, "hidden_size": 16, "num_hidden_layers": 1, "eos_token_id": 1}
+    sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
+    sizes |= {"num_local_experts": 4, "num_experts": 4, "pad_token_id": 0, "bos_token_id": None}
+    sizes |= dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 8)
+    config = getattr(transformers, f"{kind}Config")(intermediate_size=8, **sizes)
+    getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    rows = [
+        {**row, "response": "Say Ava-knave"}
+        for row in read_jsonl(ROOT / "data" / "kk_train.jsonl")[:40]
+    ]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
+    flags = ["--model", str(tmp_path), "--data", str(data), "--supervised", "--batches", "4"]
+    diagnose.main([*SMALL_BATCH, *flags])
+    page = capsys.readouterr().out
+    assert "4 mini-batches of 16 texts, Â = 1" in page
+    assert "Not decided: no token is likely" in page and "nan" not in page
+
+
+def test_texts_as_taught_are_learnt(tmp_path):
+    """What pretrain.py writes, every row can be read; a mixture is as large for each token."""
+    faults = {"slip": 0.02, "misread": 0.6, "give_up": 0.1, "plain": False, "filler": 0}
+    file = tmp_path / "texts.jsonl"
+    pretrain.write_texts(types.SimpleNamespace(texts=20, output=file, seed=0, **faults))
+    args = arguments(f"--data {file} --people 2 3 4")
+    args.max_new_tokens = 400
+    rows, policy = lopti.load_data(args, TOKENIZER)[0], lopti.load_model(TINY, "cpu")[0]
+    batch, *_ = diagnose.texts_to_learn(policy, TOKENIZER, rows, args)
+    assert len(rows) == 20 and (batch.ids[batch.mask] != TOKENIZER.unk_token_id).all()
+    assert batch.old_logprobs[batch.mask].mean() > -1  # it was taught such texts
+    mixture = pretrain.new_model(TOKENIZER, 4)
+    experts = sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name)
+    active = mixture.num_parameters() - experts // 2
+    assert active == pytest.approx(policy.num_parameters(), rel=0.01)
+
+
+def test_texts_to_learn():
+    rows = [{"prompt": "a", "columns": {"response": text}} for text in ("Say fine", "ok<|end|>")]
+    args = arguments("--max-new-tokens 3")
+    batch, *_ = diagnose.texts_to_learn(lopti.load_model(TINY, "cpu")[0], TOKENIZER, rows, args)
+    texts = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch.ids, batch.mask)]
+    assert texts == ["Say fine <|end|>", "ok <|end|>"]
+    assert torch.equal(batch.advantages, batch.mask.float()) and batch.mask.sum() == 5
 
 
 def simulated_gain(of, method):

@@ -48,7 +48,12 @@ def reweighting_criterion(probabilities, signals, energies):
 
     E_s and E_v are means weighted by signal and by energy. It decides for small α. If no signal is
     negative, a criterion ≤ 0 means no gain at any α, and one > 0 a gain up to
-    α = 2(E_s[π] - E_v[π]) / (E_v[(1-π)²] - (1-E_s[π])²), beyond which AR loses.
+    α = 2(E_s[π] - E_v[π]) / (E_v[(1-π)²] - (1-E_s[π])²), beyond which AR loses. All this for a
+    first step of fixed length, without cross terms.
+
+    Without AR's bias it is E_s[π] - E_v[π] + noise/Σv - bias/Σs. With c = ½∇Σπ² at a prefix α·Â·c
+    is subtracted: bias = Σ V·⟨∇J, c⟩ leaves the derivative of the progress, noise =
+    Σ ⟨E[Â²∇log π], c⟩ half of the energy's; noise is 0 where Â² is the same for all tokens.
 
     >>> reweighting_criterion(*torch.tensor([[0.9, 0.1], [1.0, 0.0], [1.0, 1.0]]))
     tensor(0.4000)
@@ -90,6 +95,64 @@ def world_moments(world, words, weights, responses, group_size):
         if number and world.late:  # the bias: V(s) ∇ Σ m π at every wording token
             products += count * p * (1 - p) / world.decisions * mean_part * means @ means.T
     return signals, products
+
+
+def best_slope(signals, energies):
+    """The λ at which a step along g + λ·d makes most unit progress: (s_d/v_d) / (s_g/v_g).
+
+    g is GRPO's gradient and d what a weight linear in π adds to it, without its part along g, so
+    that ⟨g, d⟩ = 0. `signals` are (s_g, s_d), `energies` (v_g, v_d). Unit progress is
+    (s_g + λ·s_d) / √(v_g + λ²·v_d); its derivative is 0 where s_d·v_g = λ·s_g·v_d. The gain of that
+    step is √(1 + (s_d²/v_d) / (s_g²/v_g)), never below 1. λ < 0: unlikely tokens should weigh more.
+
+    >>> best_slope((1.0, 0.5), (4.0, 1.0))
+    2.0
+    """
+    return (signals[1] / energies[1]) / (signals[0] / energies[0])
+
+
+class MeasuredAlpha:
+    """AR whose α is measured while it trains: a weight linear in π, without its bias (ours).
+
+    It is given two gradients of each mini-batch, GRPO's g and g_π, in which a token weighs π (its
+    bias subtracted). With b = ⟨g, g_π⟩/‖g‖² and d = g_π - b·g, the products of g and of d with M, a
+    mean of *earlier* g that stands for ∇J, estimate the signals of `best_slope`, their squares the
+    energies. All are running means over earlier mini-batches, so that the weights do not depend on
+    what they weigh. λ is shrunk by 1 - (standard error of ⟨d, M⟩ / ⟨d, M⟩)², at least 0, and kept
+    where no token's weight 1 + λ(π - b) is negative: from -1/(1-b), the weight 1 - π up to a
+    factor, to 1/b, the weight π, which is α = 1.
+    """
+
+    DECAY = 0.9  # of the running means, as AdamW's β₁
+
+    def __init__(self):
+        self.past, self.sums = (0.0, 0.0), (0.0, 0.0, 0.0)  # Σ w·x, Σ w, and Σ w² for the error
+
+    def __call__(self, gradient, by_pi):
+        """g, g_π (..., P) → the step's gradient, and how much of the weight tokens with π = 0 have:
+
+        their weight over the sum of theirs and that of tokens with π = 1 (...): 0 for α = 1, ½ for
+        GRPO, 1 for the weight 1 - π.
+        """
+        energy = (gradient**2).sum(-1) + 1e-30
+        b = (gradient * by_pi).sum(-1) / energy
+        rest, slope = by_pi - b[..., None] * gradient, torch.zeros_like(b)
+        total, weight, squares = self.sums
+        if weight**2 > 1.5 * squares:  # as good as two mini-batches
+            of_g, of_d, energy_g, energy_d, square = total / weight
+            variance = (square - of_d**2) / (weight**2 / squares - 1)  # of the mean
+            shrunk = (1 - variance / (of_d**2 + 1e-30)).clamp(min=0)
+            slope = shrunk * best_slope((of_g, of_d), (energy_g, energy_d + 1e-30))
+            slope = torch.where(of_g > 0, slope, 0.0).clamp(-1 / (1 - b), 1 / b.clamp(min=1e-6))
+        if self.past[1]:
+            mean = self.past[0] / self.past[1]
+            of_d = (rest * mean).sum(-1)
+            products = (gradient * mean).sum(-1), of_d, energy, (rest**2).sum(-1), of_d**2
+            kept = self.DECAY * total, self.DECAY * weight, self.DECAY**2 * squares
+            self.sums = kept[0] + torch.stack(products), kept[1] + 1, kept[2] + 1
+        self.past = self.DECAY * self.past[0] + gradient, self.DECAY * self.past[1] + 1
+        of_unlikely = (1 - slope * b) / (2 + slope * (1 - 2 * b))
+        return gradient + slope[..., None] * rest, of_unlikely
 
 
 def split_gain(sigma, phi, cosine=0.0):

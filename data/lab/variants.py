@@ -3,6 +3,7 @@
 python data/lab/variants.py --variant random-split --eta 0.5       # random groups, Lopti's sizes
 python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW for each group
 python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
+python data/lab/variants.py --variant measured-alpha               # AR with an α that it measures
 python data/lab/variants.py --variant unit-steps --learning-rate 0.05   # gradient descent, no AdamW
 
 --variant can be given more than once.
@@ -10,12 +11,15 @@ python data/lab/variants.py --variant unit-steps --learning-rate 0.05   # gradie
 
 import argparse
 import copy
+import math
 import sys
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti  # isort: skip, before torch
 
+import theory
 import torch
 import transformers
 
@@ -76,6 +80,54 @@ def unit_steps(policy, args):
     return optimizer
 
 
+class Recorder:
+    """Stands in for an optimizer: takes down the gradients, and leaves the weights alone."""
+
+    def __init__(self, policy):
+        self.weights, self.gradients = list(policy.parameters()), []
+
+    def step(self):
+        gradients = [weights.grad for weights in self.weights]
+        self.gradients.append(torch.nn.utils.parameters_to_vector(gradients))
+
+    def zero_grad(self):
+        for weights in self.weights:
+            weights.grad = None
+
+
+def update_with_measured_alpha(policy, optimizer, rollout, tokens, args, stage):
+    """`lopti.update` with AR whose α is measured while it trains, and without AR's bias.
+
+    Takes two gradients of each mini-batch: GRPO's, and that of α = 1 without its bias. What
+    MeasuredAlpha says of the weight is `of_unlikely` in metrics.jsonl, a mean over mini-batches.
+    """
+    if not hasattr(optimizer, "measured"):
+        optimizer.measured = theory.MeasuredAlpha()
+    of_grpo, of_pi = copy.copy(rollout), copy.copy(rollout)
+    of_grpo.advantages = rollout.unweighted
+    of_pi.advantages = lopti.reweight_advantages(rollout.unweighted, rollout.old_logprobs, 1.0)
+    settings = {**vars(args), "mini_batch_size": 0, "max_grad_norm": math.inf, "eta": 0.0}
+    totals = Counter()
+    for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
+        recorder = Recorder(policy)
+        for part, alpha in ((of_pi, 1.0), (of_grpo, 0.0)):
+            batch = part.rows(indices)
+            one = argparse.Namespace(**settings | {"alpha": alpha, "without_bias": alpha > 0})
+            sums = update(policy, recorder, batch, tokens[indices, : batch.ids.shape[1]], one)
+        totals.update(sums)
+        if len(recorder.gradients) == 2:  # else all advantages are 0
+            by_pi, gradient = recorder.gradients
+            step, of_unlikely = optimizer.measured(gradient, by_pi)
+            sizes = [weights.numel() for weights in recorder.weights]
+            for weights, part in zip(recorder.weights, step.split(sizes)):
+                weights.grad = part.view_as(weights)
+            torch.nn.utils.clip_grad_norm_(recorder.weights, args.max_grad_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            totals["of_unlikely"] += float(of_unlikely)
+    return dict(totals)
+
+
 def wording(ids, tokenizer):
     """Where tokens do not matter to the answer: synonyms in the bundled policy's puzzles, fillers.
 
@@ -98,6 +150,7 @@ VARIANTS = {
     "unit-steps": {"make_optimizer": unit_steps},
     "two-optimizers": {"update": update_with_own_optimizer},
     "without-wording": {"update": update_without_wording},
+    "measured-alpha": {"update": update_with_measured_alpha},
 }
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti  # isort: skip, before torch
 
 import numpy as np
+import theory
 import torch
 from tqdm import tqdm
 from variants import random_split
@@ -39,6 +40,7 @@ METHODS = {  # α, η, Lopti's order, passes over a batch
     "AR, α = .3": (0.3, 0.0, "low-high", 1),
     "AR, α = 1": (1.0, 0.0, "low-high", 1),
     "AR, α = 1, no bias": (1.0, 0.0, "low-high", 1),
+    "AR, measured α": (0.0, 0.0, "low-high", 1),
     "oracle": (0.0, 0.0, "low-high", 1),  # updates the decisions only
 }
 
@@ -99,6 +101,19 @@ def measure(world, logits):
     return right.mean(1), kl.sum(1)
 
 
+def loss_of(logits, batch, chosen, eta, stage, alpha, without_bias):
+    """Eq. 1 on the chosen tokens of a batch: a sum over seeds of their means."""
+    seed, rows, tokens, old_logprobs, raw = batch
+    logprobs, mask = logits.log_softmax(-1)[seed, rows, tokens].flatten(0, 1), raw.isfinite()
+    advantages, count = lopti.reweight_advantages(raw, old_logprobs, alpha), mask.sum() / len(seed)
+    values = logprobs, old_logprobs, advantages, mask
+    loss, _ = lopti.policy_loss(*values, tokens=chosen, normalizer=count)
+    if without_bias:
+        every = logits[seed, rows].flatten(0, 2), raw.flatten()  # of (S·B·T) tokens
+        loss = loss + lopti.bias_correction(*every, alpha, eta, stage) / count
+    return loss
+
+
 def train(world, name, rate, steps, seeds, block):
     """Accuracies, KLs (steps + 1, S), parameters (S, P): arrays. `block` names a set of seeds."""
     (alpha, eta, order, passes), start = METHODS[name], start_logits(world)
@@ -116,26 +131,24 @@ def train(world, name, rate, steps, seeds, block):
     def logits_now():  # (S, R, V)
         return start + (features @ theta[..., None]).view(seeds, *start.shape)
 
-    history = [measure(world, logits_now())]
+    history, measured = [measure(world, logits_now())], theory.MeasuredAlpha()
     for _ in range(steps):
         tokens, rows, rewards = sample(world, logits_now().detach(), generator)
-        here = seed, rows, tokens
-        old_logprobs = logits_now().detach().log_softmax(-1)[here].flatten(0, 1)  # (S·B, T)
-        mask = torch.ones_like(old_logprobs, dtype=torch.bool)
+        old_logprobs = logits_now().detach().log_softmax(-1)[seed, rows, tokens].flatten(0, 1)
+        mask = torch.ones_like(old_logprobs, dtype=torch.bool)  # (S·B, T)
         raw = lopti.group_advantages(rewards, GROUP_SIZE)[:, None] * mask
-        advantages = lopti.reweight_advantages(raw, old_logprobs, alpha)
+        batch = seed, rows, tokens, old_logprobs, raw
         low, high = split(old_logprobs, mask, eta)
         for stage, chosen in lopti.update_stages(low, high, mask, eta, order) * passes:
             if name == "oracle":
                 chosen = chosen & (rows < world.decisions).flatten(0, 1)
-            logits, theta.grad = logits_now(), None
-            values = logits.log_softmax(-1)[here].flatten(0, 1), old_logprobs, advantages, mask
-            count = mask.sum() / seeds  # the loss is a sum over seeds
-            loss, _ = lopti.policy_loss(*values, tokens=chosen, normalizer=count)
-            if "no bias" in name:
-                every = logits[seed, rows].flatten(0, 2), raw.flatten()  # of (S·B·T) tokens
-                loss = loss + lopti.bias_correction(*every, alpha, eta, stage) / count
-            loss.backward()
+
+            settings = batch, chosen, eta, stage
+            loss = loss_of(logits_now(), *settings, alpha, without_bias="no bias" in name)
+            [theta.grad] = torch.autograd.grad(loss, theta)
+            if "measured" in name:
+                [by_pi] = torch.autograd.grad(loss_of(logits_now(), *settings, 1.0, True), theta)
+                theta.grad, _ = measured(theta.grad, by_pi)
             if world.optimizer == "unit steps":  # of length `rate` for each seed
                 theta.grad = torch.nn.functional.normalize(theta.grad)
             optimizer.step()

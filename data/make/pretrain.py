@@ -2,6 +2,7 @@
 
     python data/make/pretrain.py                                  # from nothing: ~30 min on 2 cores
     python data/make/pretrain.py --stage careless --start FOLDER  # the last stage only, from FOLDER
+    python data/make/pretrain.py --texts 4000 --output F.jsonl    # only texts, to look at
     python lopti.py --eval-only --show 2 --model FOLDER           # what came of it
 
 Next-token prediction on worked solutions of random puzzles and problems, those of the committed
@@ -34,7 +35,14 @@ import arithmetic
 import puzzles
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from rewards import MATH_REQUEST, TASKS, render_prompt
 
@@ -140,11 +148,14 @@ def with_vocabulary(model, tokenizer, new_tokenizer):
     return larger
 
 
-def new_model(tokenizer):
-    config = LlamaConfig(
+def new_model(tokenizer, experts=0):
+    """A Llama, or with `experts` a Mixtral: each token goes to two of them, half as wide each."""
+    kind, more = LlamaForCausalLM, {"intermediate_size": 384}
+    if experts:
+        kind, more = MixtralForCausalLM, {"intermediate_size": 192, "num_local_experts": experts}
+    config = kind.config_class(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=8,
@@ -155,8 +166,9 @@ def new_model(tokenizer):
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **more,
     )
-    return LlamaForCausalLM(config)
+    return kind(config)
 
 
 # ---- what it learns from
@@ -214,11 +226,41 @@ def mixed(coin, puzzle_share, quizzes, problems):
         yield next(quizzes if coin.random() < puzzle_share else problems)
 
 
+PEOPLE = {2: 0.35, 3: 0.55, 4: 0.1}  # the shares of the sizes of puzzles
+
+
+def committed_questions():
+    """The questions of the committed files, which nothing is taught from."""
+    found = set()
+    for name, column in (("kk", "quiz"), ("math", "problem")):
+        for file in (DATA / f"{name}_train.jsonl", DATA / f"{name}_test.jsonl"):
+            lines = file.read_text(encoding="utf-8").splitlines()
+            found |= {json.loads(line)[column] for line in lines}
+    return found
+
+
+def faults_of(args):
+    """Those of the careless stage."""
+    return {"slip": args.slip, "misread": args.misread, "give_up": args.give_up}
+
+
+def write_texts(args):
+    """Puzzles as the careless stage teaches them, rows for data/lab/diagnose.py --supervised."""
+    settings = build_tokenizer(args.filler), random.Random(args.seed + 1), committed_questions()
+    faults = faults_of(args) | {"varied": not args.plain, "filler": args.filler}
+    with args.output.open("w", encoding="utf-8") as file:
+        for _ in range(args.texts):
+            prompt, response = random_example(*settings, PEOPLE, faults)
+            answer = response.split("<answer>\n")[1].split("\n</answer>")[0]
+            row = {"prompt": prompt, "solution": answer, "response": response}
+            file.write(json.dumps(row) + "\n")
+
+
 def lessons(stage, args, tokenizer, rng, coin, held_out):
     """The batches of a stage; in arithmetic they have half as many tokens."""
     tokens, puzzle_faults = args.tokens // args.processes, {}
     if stage == "careless":
-        puzzle_faults = {"slip": args.slip, "misread": args.misread, "give_up": args.give_up}
+        puzzle_faults = faults_of(args)
     puzzle_faults |= {"varied": not args.plain, "filler": args.filler}
     math_faults = {"error_rate": args.math_error_rate} if stage == "careless" else {}
     of_kind = partial(batches, tokenizer, rng, held_out)
@@ -228,7 +270,7 @@ def lessons(stage, args, tokenizer, rng, coin, held_out):
         return itertools.chain(first, quizzes({2: 0.5, 3: 0.5}))
     puzzle_share = {"solve": 0.7, "arithmetic": 0.25, "careless": 0.75}[stage]
     problems = of_kind(None, faults=math_faults, tokens=tokens // 2, pool=512)
-    return mixed(coin, puzzle_share, quizzes({2: 0.35, 3: 0.55, 4: 0.1}), problems)
+    return mixed(coin, puzzle_share, quizzes(PEOPLE), problems)
 
 
 # ---- training
@@ -282,12 +324,11 @@ def work(rank, args, meeting_point):
     torch.manual_seed(args.seed)
     coin = random.Random(args.seed)
     rng = random.Random(args.seed + 1 + 1000 * rank)  # the committed files are made with seed 0
-    tokenizer, held_out = build_tokenizer(args.filler), set()
-    for name, column in (("kk", "quiz"), ("math", "problem")):
-        for file in (DATA / f"{name}_train.jsonl", DATA / f"{name}_test.jsonl"):
-            lines = file.read_text(encoding="utf-8").splitlines()
-            held_out |= {json.loads(line)[column] for line in lines}
-    model = LlamaForCausalLM.from_pretrained(args.start) if args.start else new_model(tokenizer)
+    tokenizer, held_out = build_tokenizer(args.filler), committed_questions()
+    if args.start:
+        model = AutoModelForCausalLM.from_pretrained(args.start)
+    else:
+        model = new_model(tokenizer, args.experts)
     if model.config.vocab_size != len(tokenizer):
         model = with_vocabulary(model, AutoTokenizer.from_pretrained(args.start), tokenizer)
     for setting in ("eos_token_id", "pad_token_id"):
@@ -324,11 +365,16 @@ def main():
     add("--math-error-rate", type=float, default=0.15, help="probability of a slip in arithmetic")
     add("--plain", action="store_true", help="never vary the wording")
     add("--filler", type=int, default=0, help="empty words before each line")
+    add("--texts", type=int, default=0, help="write so many puzzles as taught, and stop")
+    add("--experts", type=int, default=0, help="a mixture of so many experts instead of a Llama")
     add("--tokens", type=int, default=6000, help="tokens in a step, of all processes together")
     text = "of one thread each: faster than one process with as many threads"
     add("--processes", type=int, default=os.cpu_count(), help=text)
     add("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.texts:
+        write_texts(args)
+        return
     if (args.stage == "format") == bool(args.start):
         parser.error("--stage and --start FOLDER go together: a later stage, and where it begins")
     with tempfile.TemporaryDirectory() as meeting_point:

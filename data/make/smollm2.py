@@ -24,15 +24,18 @@ THINGS = ["apples", "books", "cards", "coins", "eggs"]
 THINGS += ["flowers", "marbles", "pencils", "shells", "stamps"]
 TABLE = "There are {a} {things} on the table and {b} {things} in the box."
 BAGS = "{name} has {a} {things} in one bag and {b} {things} in another."
-QUESTIONS = {  # what is told, and the end of "How many {things} ...?"
+BOTH = "{name} has {a} {things} and {other} has {b} {things}."
+BOXES = "There are {b} {things} in each of {a} boxes."
+BUYS = "{name} buys {a} bags with {b} {things} each."
+QUESTIONS = {  # what is told, the end of "How many {things} ...?", an answer
     "sum": (
-        (TABLE, "are there in all"),
-        (BAGS, "does {name} have in all"),
-        ("{name} has {a} {things} and {other} has {b} {things}.", "do they have together"),
+        (TABLE, "are there in all", "There are {n} {things} in all."),
+        (BAGS, "does {name} have in all", "{name} has {n} {things} in all."),
+        (BOTH, "do they have together", "Together they have {n} {things}."),
     ),
     "product": (
-        ("There are {b} {things} in each of {a} boxes.", "are there in all"),
-        ("{name} buys {a} bags with {b} {things} each.", "does {name} buy in all"),
+        (BOXES, "are there in all", "There are {n} {things} in all."),
+        (BUYS, "does {name} buy in all", "{name} buys {n} {things} in all."),
     ),
 }
 LARGEST = {"sum": 50, "product": 10}  # of the two numbers
@@ -40,7 +43,9 @@ REQUEST = "Answer in one short sentence that ends with the number."
 
 
 def word_problems(count, seed):
-    """Rows {prompt, solution, level} of so many different problems; three in five are additions.
+    """Rows {prompt, solution, level, response} of different problems; three in five are additions.
+
+    `response` is an answer in words, for data/lab/diagnose.py --supervised.
 
     >>> word_problems(1, 0)[0]["solution"]
     '16'
@@ -50,13 +55,15 @@ def word_problems(count, seed):
         level = rng.choice(["sum"] * 3 + ["product"] * 2)
         a, b = (rng.randint(2, LARGEST[level]) for _ in range(2))
         name, other = rng.sample(NAMES, 2)
-        told, asked = rng.choice(QUESTIONS[level])
+        told, asked, answer = rng.choice(QUESTIONS[level])
         words = {"a": a, "b": b, "name": name, "other": other, "things": rng.choice(THINGS)}
+        words["n"] = a + b if level == "sum" else a * b
         question = f"{told} How many {{things}} {asked}?".format(**words)
         rows[question] = {
             "prompt": [{"role": "user", "content": f"{question} {REQUEST}"}],
-            "solution": str(a + b if level == "sum" else a * b),
+            "solution": str(words["n"]),
             "level": level,
+            "response": answer.format(**words),
         }
     return list(rows.values())
 
