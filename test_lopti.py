@@ -105,9 +105,8 @@ def test_eq_4_reweighting():
 def test_prop_4_2_unlikely_tokens_have_the_larger_gradient_at_the_logits():
     """π = (1/2, 1/4, 1/4): e_1 - π and e_2 - π, between √(3/2)·(1-π) and √2·(1-π)."""
     logits = torch.tensor([[0.5, 0.25, 0.25]] * 2).log().requires_grad_()
-    lopti.token_logprobs(
-        logits, torch.tensor([[0, 1]]), torch.tensor([[True] * 2])
-    ).sum().backward()
+    ids, tokens = torch.tensor([[0, 1]]), torch.tensor([[True] * 2])
+    lopti.token_logprobs(logits, ids, tokens).sum().backward()
     assert logits.grad.tolist() == [[0.5, -0.25, -0.25], [-0.5, 0.75, -0.25]]
     norms, room = logits.grad.norm(dim=1), torch.tensor([0.5, 0.75])
     assert (1.5**0.5 * room <= norms + 1e-6).all() and (norms <= 2**0.5 * room).all()
@@ -128,11 +127,8 @@ def test_lopti_two_stages_low_probability_tokens_first():
 
 def test_lopti_two_stages_share_one_normaliser():
     """One of three response tokens is low: its stage's loss is -1/3, not -1."""
-    old, mask, low = (
-        torch.zeros(1, 3),
-        torch.ones(1, 3).bool(),
-        torch.tensor([[True, False, False]]),
-    )
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
+    low = torch.tensor([[True, False, False]])
     losses = [lopti.policy_loss(old, old, mask * 1.0, mask, tokens=x)[0] for x in (low, ~low)]
     assert list(map(float, losses)) == pytest.approx([-1 / 3, -2 / 3])
 
@@ -293,9 +289,8 @@ def test_golden_numbers(case):
 def test_golden_file_is_what_its_script_writes(monkeypatch, capsys):
     """Recomputed token by token in plain Python; and the cases do reach every clip."""
     written = []
-    monkeypatch.setattr(
-        golden.Path, "write_text", lambda path, text, encoding: written.append(text)
-    )
+    write = lambda path, text, encoding: written.append(text)
+    monkeypatch.setattr(golden.Path, "write_text", write)
     golden.main()
     assert json.loads(written[0]) == GOLDEN
     for name in ("low", "high", "dual"):
@@ -466,8 +461,8 @@ def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, group_size=1, temperatur
 )
 def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     """In groups, three rows at a time, ended responses leaving: as plain `generate` one by one."""
-    model, cached, sizes = random_model(**MODELS[name]), set(), []
-    look = lambda states, *inputs: cached.update(part.dtype for part in states)
+    model, cached, sizes = random_model(**MODELS[name]), [], []
+    look = lambda states, *inputs: cached.extend(states)
     spy(monkeypatch, lopti.LayerWithRoom, "update", look)
     spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
     prompts = TOKENIZER(PROMPTS, add_special_tokens=False)["input_ids"]
@@ -476,10 +471,11 @@ def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     settings = transformers.GenerationConfig(**settings)
     rollout = sample(model, group_size=8, sample_batch_size=3, max_new_tokens=70, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        alone = [
-            model.generate(torch.tensor([ids]), generation_config=settings)[0] for ids in prompts
-        ]
-    assert cached == {getattr(torch, dtype)} and sizes == [3] * 8
+        answer = lambda ids: model.generate(torch.tensor([ids]), generation_config=settings)[0]
+        alone = list(map(answer, prompts))
+    assert {part.dtype for part in cached} == {getattr(torch, dtype)} and sizes == [3] * 8
+    # keys and values of 2 layers in 8 batches: once for the prompts and once for each stretch
+    assert len({part.untyped_storage().data_ptr() for part in cached}) <= 2 * 2 * 8 * (1 + 3)
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
         assert prompt.tolist() == prompts[i // 8]
         assert torch.equal(torch.cat([prompt, response]), alone[i // 8])
@@ -512,13 +508,20 @@ def test_samples_come_from_the_scored_distribution(temperature, min_p):
 
 
 def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
-    """The tokenizer's, which is the padding too; one of the settings; one of the config."""
+    """The tokenizer's, which is the padding too; one of the settings; one of the config.
+
+    Each prompt is read once; at the end the batch has only what was unfinished 32 tokens before.
+    """
     model, tokenizer, ends = random_model(), copy.deepcopy(TOKENIZER), torch.tensor([1, 40, 41])
     model.generation_config.eos_token_id, model.config.eos_token_id = [40], 41
     tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(0)
-    options = {"group_size": 64, "max_new_tokens": 60, "temperature": 2.0}
-    rollout, last = sample(model, ["knight", "Lily"], tokenizer, **options), set()
+    seen, options = [], {"group_size": 64, "max_new_tokens": 60, "temperature": 2.0}
+    look = lambda _, inputs: seen.append((len(inputs[0]), torch.is_grad_enabled()))
+    model.get_input_embeddings().register_forward_pre_hook(look)
+    rollout, last = sample(model, PROMPTS[:2], tokenizer, **options), set()
+    unfinished = int((rollout.mask.sum(1) > lopti.STRETCH).sum())
+    assert seen[0] == (2, False) and seen[-1] == (unfinished, False) and 0 < unfinished < 128
     for (_, response), truncated in zip(plain_rows(rollout), rollout.truncated):
         assert not torch.isin(response[:-1], ends).any()
         last |= set() if truncated else {int(response[-1])}
@@ -547,6 +550,24 @@ def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
     model, stats = updated()
     assert (stats["optimizer_steps"], stats["nonfinite_steps"]) == (2, 1)
     assert torch.isfinite(weights(model)).all()
+
+
+def test_no_padding_is_read_and_no_logits_are_computed_in_vain():
+    """All rows are scored, then those with a token to update are read again, and only for that."""
+    model, args, read, scored = random_model(), arguments("--tokens-per-microbatch 1"), [], []
+    rollout = random_rollout(model)
+    tokens = rollout.mask & (rollout.ids % 9 == 0)
+    busy = tokens.any(1).int()
+    first, last, caches = model.get_input_embeddings(), model.get_output_embeddings(), []
+    first.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
+    last.register_forward_hook(lambda *call: scored.append(call[2].numel() // len(TOKENIZER)))
+    model.register_forward_hook(lambda *call: caches.append(call[2].past_key_values))
+    rollout.old_logprobs = rollout.ref_logprobs = lopti.score(model, rollout, args)[0]
+    rollout.advantages = rollout.mask * 1.0
+    lopti.update(model, lopti.make_optimizer(model, args), rollout, tokens, args)
+    assert 0 < busy.sum() < len(busy) and not any(caches)
+    assert sum(read) == (rollout.lengths * (1 + busy)).sum()
+    assert sum(scored) == rollout.mask.sum() + tokens.sum()
 
 
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])  # which have dropout
@@ -658,9 +679,8 @@ def plain_training(policy, rollouts, stages, args):
                         total += advantages[i] * (factors * pi).sum() / count
                     chosen &= {"all": chosen, "low": is_low, "high": ~is_low}[stage]
                     chosen &= (old[i] > -math.inf) & (new > -math.inf)  # in the safe vocabulary
-                    for x, y, z in zip(
-                        new[chosen], old[i][chosen].tolist(), ref[i][chosen].tolist()
-                    ):
+                    fixed = old[i][chosen].tolist(), ref[i][chosen].tolist()
+                    for x, y, z in zip(new[chosen], *fixed):
                         advantage = (args.alpha * math.exp(y) + 1 - args.alpha) * advantages[i]
                         inputs = x.item(), y, z, advantage, vars(args)
                         loss, kl, clip, slope = golden.token_terms(*inputs)
@@ -736,9 +756,8 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, None))
     monkeypatch.setattr(lopti, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     # the rounding of entropies after the same prefix must not decide which are kept
-    monkeypatch.setattr(
-        lopti, "entropy", lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
-    )
+    rounded = lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
+    monkeypatch.setattr(lopti, "entropy", rounded)
     policy = random_model(hidden_size=16, eos_token_id=ENDS).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
     start, plain = copy.deepcopy(policy), copy.deepcopy(policy)
@@ -768,15 +787,31 @@ def test_every_line_of_metrics_has_the_same_keys(tmp_path, monkeypatch):
 
 def test_the_kl_at_sampling_by_hand():
     """k3 of π_ref/π = 1/2, of 2, of 0 at the clamp, and none of a token outside the vocabulary;
-    over four response tokens; the fifth token is a prompt's."""
+    over four response tokens; the fifth token is a prompt's. REINFORCE++ takes groups of one."""
     old = torch.tensor([[0.5, 0.4, 0.5, 0.0, 0.5]] * 2).log()
     ref = torch.tensor([[0.25, 0.8, 0.0, 0.5, 0.1]] * 2).log()
     rollout, none = packed([[7], [7]], [[7] * 4] * 2), torch.zeros(2)
     rollout.mask, rollout.old_logprobs, rollout.ref_logprobs = old.exp() < 2, old, ref
     rollout.mask[:, 4] = False
-    inputs = {"all": Counter(dict.fromkeys(lopti.STATISTICS, 0))}, {}, arguments("--group-size 2")
-    metrics = lopti.step_metrics(rollout, none, none, *inputs)
+    args = arguments("--group-size 1 --advantage reinforce++")
+    totals = {"all": Counter(dict.fromkeys(lopti.STATISTICS, 0))}
+    metrics = lopti.step_metrics(rollout, none, none, totals, {}, args)
     assert metrics["rollout/kl"] == pytest.approx((0.1931472 + 0.3068528 + math.exp(-5) + 4) / 4)
+    assert metrics["reward_std"] == 0
+
+
+def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
+    """Weights become float32. The tokenizer's end is both: prompts with it inside, and padded
+    right by other programs, are answered as with the bundled tokenizer."""
+    model, tokenizer = random_model(eos_token_id=None).bfloat16(), copy.deepcopy(TOKENIZER)
+    tokenizer.pad_token, tokenizer.padding_side = None, "right"
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    model, tokenizer = lopti.load_model(tmp_path, "cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    prompts = [f"{prompt}{tokenizer.eos_token}So Lily" for prompt in PROMPTS]
+    answers = [sample(model, prompts, each).texts for each in (tokenizer, TOKENIZER)]
+    assert tokenizer.pad_token == tokenizer.eos_token and answers[0] == answers[1]
 
 
 def test_no_dropout_in_training(tmp_path, monkeypatch):
@@ -823,7 +858,8 @@ def test_evaluation_counts(place, monkeypatch):
     fork = lambda devices, device_type: nullcontext(forked.extend([devices, device_type]))
     monkeypatch.setattr(lopti, "sample", fake_sample)
     monkeypatch.setattr(torch.random, "fork_rng", fork)
-    policy, args = SimpleNamespace(device=torch.device(place)), arguments("--task math --seed 7")
+    policy = SimpleNamespace(device=torch.device(place))
+    args = arguments("--task math --seed 7 --temperature 0.7")
     table, answered = lopti.evaluate(policy, TOKENIZER, rows, args)
     assert seen == [(8, 1, 0), (8, 4, 1)]
     assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
@@ -1004,7 +1040,7 @@ def test_answers_match(table, right):
     rows = [row.strip().split(" | ") for row in table.replace(";;", "\n").strip().splitlines()]
     pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
     assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
-    assert all(rewards.answers_match(expected, expected) for expected, *_ in rows)
+    assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
 
 
 def test_copying_the_problem_is_not_answering_it():
@@ -1072,6 +1108,8 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "verl": ("math", verl(user("1?"), "1"), "<|user|>1?<|assistant|>", "1"),
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
+    "GSM8K, 0": ("math", {"question": "None?", "answer": 0}, "None?", "0"),
+    "DeepScaleR, 0": ("math", {"problem": "None.", "answer": 0}, "None.", "0"),
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
 }
@@ -1191,6 +1229,11 @@ def test_prompts_begin_as_the_model_is_used_to():
     tokenizer.chat_template = None  # a base model
     assert rewards.render_prompt(*asked) == f"<|bos|>{words}\n\n<think>"
     assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
+    rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
+    assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
+    marks = "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>"
+    for mark in marks:
+        assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
 
 
 def test_data_are_read_as_they_are_written(tmp_path):
@@ -1373,11 +1416,12 @@ def test_resume_changes_only_what_does_not_change_the_run(tmp_path):
     args = arguments(f"--resume {tmp_path} --save-every 1 --eval-every 2 --device cpu {free}")
     changed = {name for name, value in vars(args).items() if value != config[name]}
     assert len(changed) == 8 and args.alpha == 0.3
-    flags = "--alpha 0.1 --eta 0.5 --kl-coef 0 --temperature 2 --mini-batch-size 1 --group-size 4"
-    flags += " --learning-rate 1 --clip-high 1 --max-new-tokens 1 --passes 2 --seed 1 --eval-size 1"
-    for name, value in zip(flags.split()[::2], flags.split()[1::2]):
-        with pytest.raises(lopti.UserError, match=name[2:].replace("-", "_")):
-            arguments(f"--resume {tmp_path} {name} {value}")
+    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(config)))  # null: all differ
+    every = "--without-bias --stapo --data d --eval-data d --reward r --eval-only --name n"
+    with pytest.raises(lopti.UserError, match="cannot change") as error:
+        arguments(f"--resume {tmp_path} {TINY_FLAGS} {every}")
+    fixed = config.keys() - changed - lopti.CONSTANTS.keys()
+    assert fixed <= set(re.findall(r"\w+", str(error.value)))
 
 
 @pytest.mark.parametrize("able, dtype", [(True, "bfloat16"), (False, "float32")])
@@ -1494,6 +1538,18 @@ def test_what_a_run_leaves_behind(finished_run):
     assert not torch.equal(weights(before), weights(after))
 
 
+def test_what_follows_the_last_step_loses_nothing(finished_run, run_copy, monkeypatch):
+    """A run that was killed before final/ was written; one that is stopped while it evaluates."""
+    shutil.rmtree(run_copy / "final")
+    assert main(f"--resume {run_copy}") == 0
+    assert_same_run(run_copy, finished_run)
+    asked = iter([[], [], [signal.SIGTERM]])  # at the third call: the first of the evaluation
+    ask = lambda *_: [signal.raise_signal(number) for number in next(asked)]
+    spy(monkeypatch, lopti, "sample", ask)
+    assert main(f"--resume {run_copy} --steps 5 --save-every 0") == 130
+    assert checkpoints(run_copy) == ["step-000005"]
+
+
 @slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("LOPTI_KILLS", "3"))))
 def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
@@ -1580,21 +1636,24 @@ def test_a_full_disk_or_another_process_leaves_the_checkpoint(run_copy, capsys, 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
         assert "step-000005" in refused(capsys, f"--resume {run_copy} --steps 5")
-    with (run_copy / ".lock").open("w") as lock:
-        pytest.importorskip("fcntl").flock(lock, 2)
-        assert "another process" in refused(capsys, f"--resume {run_copy} --steps 5")
+    pytest.importorskip("fcntl")  # which locks also against a second run of the same process
+    other = lopti.Run(None, None, None, arguments(FLAGS + f"--name other --output {run_copy}"))
+    assert "another process" in refused(capsys, f"--resume {other.folder}")
     assert main(f"--resume {run_copy} --steps 5") == 0 and checkpoints(run_copy) == ["step-000005"]
 
 
 def test_a_run_in_a_thread_and_what_the_seed_seeds(tmp_path, monkeypatch):
-    """Signals are the main thread's. Training has the seed, every evaluation the next."""
+    """Signals are the main thread's. Training has the seed, every evaluation the next; zeros stand
+    for two evaluations and no checkpoint."""
     seeds, codes = [], []
     spy(monkeypatch, lopti, "sample", lambda *_: seeds.append(torch.initial_seed()))
-    flags = FLAGS + f"--task math --steps 1 --seed 5 --output {tmp_path}"
+    flags = FLAGS + f"--task math --steps 2 --seed 5 --output {tmp_path} "
+    flags += "--eval-every 0 --save-every 0"
     thread = threading.Thread(target=lambda: codes.append(main(flags)))
     thread.start()
     thread.join()
-    assert codes == [0] and seeds[1:] == [6, 6, 5, 6, 6]  # greedy and sampled, before and after
+    assert codes == [0] and seeds[1:] == [6, 6, 5, 5, 6, 6]  # greedy and sampled, around two steps
+    assert not list(tmp_path.glob("*/checkpoints"))
 
 
 @pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
@@ -1645,6 +1704,17 @@ def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
+    """All prompts are evaluated, all at a time; none is sampled and none is shown."""
+    rows, sizes = [{"quiz": f"Who is {name}?", **KK_TRUTH} for name in "abc"], []
+    spy(monkeypatch, lopti, "generate", lambda ids, *_: sizes.append(len(ids)))
+    flags = f"--people 1 --eval-data {write_jsonl(tmp_path / 'three.jsonl', rows)} --eval-only "
+    zeros = "--eval-size 0 --sample-batch-size 0 --eval-samples 0 --show 0"
+    assert main(flags + "--max-new-tokens 2 " + zeros) == 0
+    output = capsys.readouterr().out
+    assert sizes[1:] == [3] and "avg@" not in output and "solution" not in output
+
+
 @slow
 def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
     process = start("--help", tmp_path / "log", encoding="ascii")
@@ -1665,6 +1735,7 @@ def places(tmp_path_factory, finished_run):
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
     write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
+    write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
     write_jsonl(folder / "surrogate.jsonl", [{"prompt": "\ud800", "solution": LILY}])
     write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
@@ -1673,11 +1744,14 @@ def places(tmp_path_factory, finished_run):
     (folder / "notes.txt").write_text(good)
     (folder / "empty.jsonl").touch()
     rope = {"rope_type": "dynamic", "rope_theta": 9, "factor": 4}
+    long = {**rope, "rope_type": "longrope", "original_max_position_embeddings": 64}
+    long |= {"short_factor": [1] * 8, "long_factor": [4] * 8}
     changes = {  # of config.json
         "mistyped": {"model_type": "qwen2"},  # which has biases
         "short": {"max_position_embeddings": 64},
-        "narrow": {"vocab_size": 90},
+        "narrow": {"vocab_size": 304},  # one less than the prompts need
         "stretched": {"rope_parameters": rope, "max_position_embeddings": 64},
+        "longrope": {"rope_parameters": long},
         "own": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
         "weightless": {},
     }
@@ -1687,7 +1761,7 @@ def places(tmp_path_factory, finished_run):
         (folder / name / "config.json").write_text(json.dumps({**config, **changed}))
     (folder / "own" / "mine.py").write_text("1 / 0  # code of its own, which is not run")
     tensors = load_file(TINY / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:90].clone()
+    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:304].clone()
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     (folder / "weightless" / "model.safetensors").unlink()
     for name, text in (("wrong", "--steps 9 # nine\n\n--alpha 2"), ("torn", "--steps\n9")):
@@ -1707,7 +1781,7 @@ def exits(completions, **columns):
 
 HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa")  # each has layers that are not plain attention
 SEE_AHEAD = ("Bert",)  # an encoder: it sees the tokens that follow
-NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf"]
+NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
@@ -1725,8 +1799,9 @@ ERRORS |= {  # the flags: what the sentence must name
     "@{wrong}": "wrong.flags, line 3: argument --alpha: must lie between 0 and 1, not 2",
     "@{torn}": "torn.flags, line 1: argument --steps",
     "@nothing.flags": "nothing.flags",
-    # beyond its length π of the stretched one depends on the rest of the batch
-    **dict.fromkeys(("--model {short}", "--model {stretched}"), "--max-new-tokens"),
+    # beyond its length π of a stretched one depends on the rest of the batch
+    **{f"--model {{{x}}}": "--max-new-tokens" for x in ("short", "stretched", "longrope")},
+    "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
     "--model {narrow}": "embedding",
     "--model {own}": "custom code",
     "--data {holes}": "holes.jsonl",
