@@ -112,6 +112,8 @@ WORDING = """\
   share of tokens, of these | 3
   share of the energy, of these | 2
   share of the signal, of these | 2
+  </think>, any π                                tokens         energy         signal
+      its shares | 3
 """
 
 
@@ -203,7 +205,7 @@ def gradients(policy, batch, words, args, exact=True):
     - Σ Â ∇log π over the tokens of each piece of `pieces_of(η)`: together they are GRPO's gradient;
     - Σ Â π ∇log π over all: AR's gradient is (1-α) GRPO's + α this;
     - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V, and that of the pass π ≥ η;
-    - Σ Â ∇log π over each kind of tokens `words` (kinds, B, L), those with π < .25.
+    - Σ Â ∇log π over each kind of tokens `words` (kinds, B, L).
     Also (2, pieces): each piece's energy at the logits, and that times π.
     """
     names, parameters = zip(*(pair for pair in policy.named_parameters() if pair[1].requires_grad))
@@ -331,7 +333,10 @@ def gradient_statistics(dots, at_logits, counts, args, used):
         split = np.nan
     norms = np.array([lengths(x).mean() for x in (*bins, grpo)])
     tokens, of_words = np.split(counts[used].sum(0), [4])
-    words = np.stack([*words, bins[0] - sum(words)])
+    stop, of_stop = sum(words[3:], 0 * grpo), of_words[3:].sum()  # `</think>`, any π
+    words = np.stack([*words[:3], bins[0] - sum(words[:3])])
+    of_words = np.append(of_words[:3], tokens[0] - of_words[:3].sum())
+    of_stop = of_stop / tokens.sum(), energy(stop) / energy(bins).sum(), stop @ signal_of / signal
     return {
         "progress": progress(grpo),
         "ratio": norms[0] / norms[3] if norms[3] > NOTHING else np.nan,
@@ -339,9 +344,10 @@ def gradient_statistics(dots, at_logits, counts, args, used):
         "‖gradient‖ (of all tokens: 1)": norms[:4] / norms[4],
         "share of the energy": energy(bins) / energy(bins).sum(),
         "share of the signal": bins @ signal_of / signal,
-        "share of tokens, of these": np.append(of_words, tokens[0] - of_words.sum()) / tokens.sum(),
+        "share of tokens, of these": of_words / tokens.sum(),
         "share of the energy, of these": energy(words) / energy(bins).sum(),
         "share of the signal, of these": words @ signal_of / signal,
+        "its shares": np.array(of_stop),
         "mean π": np.array([by_signal, by_energy, by_signal - by_energy]),
         "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
         "gain in %, measured": np.array([gain(step) for step in ar]),
@@ -401,7 +407,8 @@ def page(found, args):
     def numbers(row):
         label, digits = row.groups()
         pairs = zip(*found[label.strip()])
-        cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
+        cells = [f"{x:.{digits}f} ± {half:.{digits}f}".removesuffix(" ± nan") for x, half in pairs]
+        cells = [cell.replace("-", "−") for cell in cells]
         return f"{label:<40}" + "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
 
     alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
@@ -474,7 +481,7 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
     responses = args.prompts_per_step * args.group_size
     size = min(args.mini_batch_size or responses, responses)
     planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
-    exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 6) <= MEMORY
+    exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 7) <= MEMORY
     torch.manual_seed(args.seed)
     source = texts_to_learn if supervised else collect
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
@@ -485,7 +492,8 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
         for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step
                 pi = batch.old_logprobs.exp()
-                words = (pi < EDGES[1]) & kinds(batch.ids, batch.mask, tokenizer)
+                every, low = kinds(batch.ids, batch.mask, tokenizer), pi < EDGES[1]
+                words = torch.cat([every & low, every[2:]])
                 found = gradients(policy, batch, words, args, exact)
                 counts = np.histogram(pi[batch.mask].tolist(), EDGES)[0]
                 measured.append((*found, np.append(counts, words.sum((1, 2)).tolist())))
@@ -503,7 +511,8 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
     entries = torch.stack(entries).double()
     numbers = inner_products(torch.stack(vectors)), *map(np.stack, others), args
     found = jackknife(partial(gradient_statistics, *numbers), used)
-    found |= jackknife(partial(half_statistics, *numbers), used)
+    off = half_statistics(*numbers, range(used))  # of one number in two halves: no interval
+    found |= {name: np.stack([values, values * np.nan]) for name, values in off.items()}
     found |= jackknife(partial(adam_statistics, entries, args), used)
     found |= jackknife(partial(move_statistics, np.stack(moved)), len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"

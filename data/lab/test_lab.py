@@ -540,8 +540,8 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
 
 def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     torch.manual_seed(0)
-    vectors = torch.randn(6, 10, 20, dtype=torch.float64) + 1
-    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((6, 2, 7))
+    vectors = torch.randn(6, 11, 20, dtype=torch.float64) + 1
+    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((6, 2, 8))
     dots = diagnose.inner_products(vectors)
     found = diagnose.gradient_statistics(dots, ones[..., :4], ones[:, 0], args, list(range(6)))
     low, high, by_pi = vectors[:, :2].sum(1), vectors[:, 2:4].sum(1), vectors[:, 4]
@@ -553,6 +553,8 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
     by_pairs = sum(float(vectors[i, 7] @ grpo[j]) for i, j in pairs)
     signal = sum(float(grpo[i] @ grpo[j]) for i, j in pairs)
     assert found["share of the signal, of these"][0] == pytest.approx(by_pairs / signal)
+    by_pairs = sum(float(vectors[i, 10] @ grpo[j]) for i, j in pairs)
+    assert found["its shares"].tolist()[::2] == pytest.approx([1 / 4, by_pairs / signal])
     assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))
     assert found["an optimizer for each pass"][1] == pytest.approx(float(100 * (split / plain - 1)))
     found |= diagnose.adam_statistics(vectors, args, range(6))
