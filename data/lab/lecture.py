@@ -107,7 +107,6 @@ def bars(groups, colors, title, ylabel, digits=2):
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(colors))
-    return axis
 
 
 def treatments(old_logprobs, mask, eta=0.5):
