@@ -17,14 +17,12 @@ import pandas
 import torch
 from IPython.display import Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
-from plot import COLORS, REVERSED, TWO
+from plot import COLORS, RANDOM, REVERSED, TWO
 from theory import logit_gradient_bounds
-from variants import random_split, updated_copy
+from variants import random_split
 
 # From unlikely to likely, in the two colours of the whole project.
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
-RANDOM = "random split"
-METHOD_COLORS = {**COLORS, RANDOM: "#BBBBBB"}
 
 
 def answer(text):
@@ -71,11 +69,11 @@ def group(texts, rewards, advantages):
     """The answers of a group: what each says at its end, its reward, and its Â as a bar."""
     ends = [" ".join(re.findall("<answer>([^<]*)</answer>", text)[-1:]).split() for text in texts]
     said = [" ".join(end).replace(" is a", "")[:48] or "no answer" for end in ends]
-    names = [f"{end}   R = {float(reward):g}" for end, reward in zip(said, rewards)]
+    names = [f"{end}   R = {float(x):g}".replace("-", "−") for end, x in zip(said, rewards)]
     _, axis = plt.subplots(figsize=(12, 4.4))
     colors = ["#333333" if value > 0 else "#AAAAAA" for value in advantages]
     bars = axis.barh(range(len(names)), advantages, color=colors)
-    axis.bar_label(bars, [f"{value:+.2f}" for value in advantages], padding=4)
+    axis.bar_label(bars, [f"{x:+.2f}".replace("-", "−") for x in advantages], padding=4)
     axis.set_yticks(range(len(names)), names, fontsize=13)
     axis.axvline(0, color="black", linewidth=1)
     axis.margins(x=0.15)
@@ -87,12 +85,12 @@ def cone(pi, norms, vocabulary_size):
     """‖∇_z log π‖ of every token, between the bounds of Prop. 4.2."""
     grid = torch.linspace(0, 1, 100)
     _, axis = plt.subplots(figsize=(11, 4.8))
-    allowed = {"color": COLORS["GRPO"], "alpha": 0.25, "label": "Prop. 4.2 allows"}
+    allowed = {"color": COLORS["GRPO"], "alpha": 0.25, "label": "between 1 and √2 times 1 − π"}
     axis.fill_between(grid, *logit_gradient_bounds(grid, vocabulary_size), **allowed)
     axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
-    axis.plot([], [], "o", color=COLORS["low"], label="a sampled token, coloured by its π")
-    axis.set(title="The less likely a token, the larger its gradient", xlabel="π of the token")
-    axis.set_ylabel("‖∇ log π‖ at the logits")
+    axis.plot([], [], "o", color=COLORS["low"], label="a token, coloured by its π")
+    title = "Every push lies between the two bounds, which fall as π rises"
+    axis.set(title=title, xlabel="π of the token", ylabel="push: ‖∇ log π‖ at the logits")
     axis.legend()
 
 
@@ -104,7 +102,8 @@ def bars(groups, colors, title, ylabel, digits=2):
     axis = values.plot.bar(yerr=halves, title=title, ylabel=ylabel, **look)
     for shown in axis.containers:
         if hasattr(shown, "patches"):  # bars, not their whiskers
-            axis.bar_label(shown, fmt=f"{{:.{digits}f}}", fontsize=11, padding=3)
+            fmt = lambda x: f"{x:.{digits}f}".replace("-", "−")
+            axis.bar_label(shown, fmt=fmt, fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(colors))
@@ -117,20 +116,19 @@ def treatments(old_logprobs, mask, eta=0.5):
     return {**steps, RANDOM: random_split(old_logprobs, mask, eta)}
 
 
-def one_update(policy, rollout, stages, args, make_optimizer=lopti.make_optimizer):
-    """What an update changes: the weights (P,), and log π of every token (B, L)."""
-    *_, trained = updated_copy(policy, rollout, stages, args, make_optimizer)
-    pairs = zip(trained.parameters(), policy.parameters())
-    change = torch.cat([(new - old).detach().flatten() for new, old in pairs])
-    return change, lopti.score(trained, rollout, args)[0] - rollout.old_logprobs
+def on_record(model, row):
+    """The numbers of a row of diagnose_MODEL.txt: pairs of a value and half of its interval."""
+    text = (HERE / "results" / f"diagnose_{model}.txt").read_text(encoding="utf-8")
+    [line] = re.findall(rf"^ +{re.escape(row)}  +(.*)", text, re.MULTILINE)
+    return [tuple(map(float, x)) for x in re.findall(r"(\S+) ± (\S+)", line.replace("−", "-"))]
 
 
 # ---- The clip, the curves, a port
 
 
-def clip_cases():
-    """For which ratios a token has a gradient, by the sign of its Â: by `lopti.policy_loss`."""
-    ratio, old = torch.logspace(-0.6, 1.2, 2000)[None], torch.zeros(1, 2000)
+def clip_cases(letters):
+    """For which ratios `policy_loss` has a gradient; letters: {name: (ratio, Â)} to mark."""
+    ratio, old = torch.logspace(-0.7, 0.7, 2000)[None], torch.zeros(1, 2000)
     _, axis = plt.subplots(figsize=(12, 3))
     for place, advantage in enumerate((-1.0, 1.0)):
         logprobs = ratio.log().requires_grad_()
@@ -139,17 +137,26 @@ def clip_cases():
         inside, (low, high) = slope[0] != 0, (place - 0.3, place + 0.3)
         axis.fill_between(ratio[0], low, high, color="#DDDDDD")
         axis.fill_between(ratio[0], low, high, where=inside, color=COLORS["GRPO"])
-    axis.set(xscale="log", xlabel="ratio r = π_θ / π_old", title="Dark: a gradient. Light: none")
-    axis.set_xticks([0.8, 1, 1.24, 10], [".80", "1", "1.24", "10"])
+    for name, (at, advantage) in letters.items():
+        color = "white" if 0.8 < at < 1.24 else "black"
+        how = {"ha": "center", "va": "center", "color": color, "weight": "bold"}
+        axis.text(at, float(advantage > 0), name, **how)
+    axis.set(
+        xscale="log", xlabel="ratio r = π_θ / π_old", title="Dark: it has a gradient. Light: none"
+    )
+    axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2], [".3", ".80", "1", "1.24", "2.2"])
     axis.set_xticks([], minor=True)
     axis.set_yticks([0, 1], ["Â < 0, pushed down", "Â > 0, pushed up"])
 
 
-def curves(lines, title, xlabel, ylabel):
-    """Lines by name: {name: (x, y, style of plot)}."""
+def curves(lines, title, xlabel, ylabel, letters=()):
+    """Lines by name: {name: (x, y, style of plot)}. letters: (x, y, name) of points to mark."""
     _, axis = plt.subplots(figsize=(11, 4.6))
     for name, (x, y, style) in lines.items():
         axis.plot(x, y, label=name, **style)
+    for x, y, name in letters:
+        axis.plot(x, y, "o", color="black")
+        axis.annotate(name, (x, y), (6, 6), textcoords="offset points")
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 

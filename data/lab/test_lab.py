@@ -739,33 +739,70 @@ def test_the_notebook_is_as_it_runs(monkeypatch):
 BOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
 
 
-def test_the_lecture_asks_eleven_questions_and_answers_them():
-    """In at most 30 cells; the answers stand in outputs, after a picture."""
+def test_the_lecture_asks_ten_questions_and_answers_them():
+    """In at most 30 cells; each answer after a picture; as long as the contents say."""
     assert len(BOOK["cells"]) <= 30
-    question, seen = None, []
+    contents = re.findall(r"\| (\d) \|.*\| (\d+) \|\n", "".join(BOOK["cells"][0]["source"]))
+    minutes = {int(question): int(minutes) for question, minutes in contents}
+    assert list(minutes) == list(range(10)) and sum(minutes.values()) <= 45
+    questions, answers, told = [], [], dict.fromkeys(minutes, "")
     for cell in BOOK["cells"]:
-        if headings := re.findall(r"^## (\d+)\.", "".join(cell["source"]), re.MULTILINE):
-            question = int(headings[-1])
-            seen.append(question)
+        prose = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
+        if heading := re.match(r"## (\d)\.", prose):
+            questions.append(int(heading[1]))
+        elif prose.startswith("## Exercises"):
+            break
         pictures = 0
         for output in cell.get("outputs", ()):
+            text = "".join(output.get("data", {}).get("text/markdown", ""))
             pictures += "image/png" in output.get("data", ())
-            if "".join(output.get("data", {}).get("text/markdown", "")).startswith("**Answer.**"):
+            if text.startswith("**Answer.**"):
                 assert pictures
-                seen.append(f"answer to {question}")
-    assert seen == [x for n in range(11) for x in (n, f"answer to {n}")]
+                answers.append(questions[-1])
+            prose += text
+        if questions:
+            told[questions[-1]] += prose
+    assert questions == answers == list(minutes)
+    for question, text in told.items():
+        assert text.count("±") <= 3
+        unfolded = re.sub(r"<details>.*?</details>|\$\$.*?\$\$", "", text, flags=re.DOTALL)
+        words = [word for word in unfolded.split() if re.search(r"\w", word)]
+        assert len(words) / 130 <= minutes[question] + 0.5
+
+
+def of_lecture(function, path, old="", new=""):
+    """A function of the exercises, with one thing replaced."""
+    sources = ("".join(cell["source"]) for cell in BOOK["cells"])
+    [text] = [text for text in sources if f"def {function}(" in text]
+    text = re.search(rf"def {function}\(.*?\n    return .*?\n", text, re.DOTALL)[0]
+    path.write_text(text.replace(old, new), "utf-8")
+    return runpy.run_path(path, {"torch": torch})[function]
+
+
+def test_the_lectures_small_silent_bug(tmp_path):
+    """Exercise 4: the loss is right, the gradient is not; and right with π_old."""
+    old = torch.tensor([[0.8, 0.15, 0.05]]).log()
+    advantages, mask = torch.tensor([[1.0, 1.0, -1.0]]), torch.ones(1, 3).bool()
+
+    def of(loss_of):
+        logprobs = old.clone().requires_grad_()
+        (loss := loss_of(logprobs)).backward()
+        return loss.detach(), logprobs.grad
+
+    weighted = lopti.reweight_advantages(advantages, old, 0.3)
+    loss, gradient = of(lambda new: lopti.policy_loss(new, old, weighted, mask)[0])
+    for mended in (False, True):
+        change = ("logprobs.exp() +", "old_logprobs.exp() +") if mended else ()
+        ar_loss = of_lecture("ar_loss", tmp_path / "port.py", *change)
+        other, slope = of(lambda new, ar_loss=ar_loss: ar_loss(new, old, advantages, 0.3))
+        assert torch.allclose(loss, other) and torch.allclose(gradient, slope) == mended
 
 
 def test_the_lectures_port_has_one_silent_bug(tmp_path):
-    """Exercise 6: wrong only where a token crosses η, and right with the old policy's split."""
-    sources = ("".join(cell["source"]) for cell in BOOK["cells"])
-    [text] = [text for text in sources if "def port(" in text]
-    text = text[text.index("def port(") : text.rindex("lecture.compare")]
+    """Exercise 5: wrong only where a token crosses η, and right with the old policy's split."""
     for mended in (False, True):
-        file = tmp_path / "port.py"
-        file.write_text(text.replace("logprobs.detach()", "old") if mended else text, "utf-8")
-        port = runpy.run_path(file, {"torch": torch})["port"]
-        far = lecture.compare(port).max(axis=1)
+        change = ("logprobs.detach()", "old") if mended else ()
+        far = lecture.compare(of_lecture("port", tmp_path / "port.py", *change)).max(axis=1)
         assert (far["Lopti"] > 0.01) != mended
         assert far[["GRPO", "AR", "both"]].max() < 1e-12
 
