@@ -111,10 +111,8 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
     assert len(text.encode()) < 80_000
     one = found[pair[0]][0]  # the answer that is drawn
     every = {name: torch.cat([expected[name] for expected, _ in found]) for name in one}
-    here, there = (
-        ("# % of this answer", "# % of its", "# % of all change"),
-        (": # and", "and # %", ": # %"),
-    )
+    here = ("are # % of this answer", "have # % of the summed", "have # % of all change")
+    there = ("# % of the tokens", "# % of the push", "# % of the movement")
     for numbers, told in ((one, here), (every, there)):
         low = numbers["pi"] < 0.5
         sums = {"tokens": (torch.ones(len(low)), low), "gradient": (numbers["gradient"], low)}
