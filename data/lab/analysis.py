@@ -12,7 +12,11 @@ import argparse
 import itertools
 import math
 import re
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti  # isort: skip, before torch  # noqa: F401
 
 import numpy as np
 import pandas as pd
