@@ -108,7 +108,8 @@ def training_step(policy, reference, optimizer, tokenizer, prompts, args):
     with timed("rewarding", device, timings):  # 2. R
         rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(device)  # (B,)
     with timed("scoring", device, timings):  # 3. π_old and π_ref, before the first update
-        rollout.old_logprobs, entropies = score(policy, rollout, args, with_entropy=True)  # (B, L)
+        old_logprobs, entropies = score(policy, rollout, args, with_entropy=True)  # (B, L) each
+        rollout.old_logprobs = old_logprobs
         rollout.ref_logprobs = score(reference, rollout, args)[0] if reference else None
     with timed("updating", device, timings):
         if args.advantage == "grpo":  # 4. Â, Eq. 1
@@ -116,13 +117,12 @@ def training_step(policy, reference, optimizer, tokenizer, prompts, args):
         else:
             advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, L)
         rollout.unweighted = advantages
-        rollout.advantages = reweight_advantages(advantages, rollout.old_logprobs, args.alpha)  # 5.
-        low, high = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)  # 6. Lopti
+        rollout.advantages = reweight_advantages(advantages, old_logprobs, args.alpha)  # 5. Eq. 4
+        low, high = split_tokens(old_logprobs, rollout.mask, args.eta)  # 6. Lopti
+        stages = update_stages(low, high, rollout.mask, args.eta, args.order)
         totals = defaultdict(Counter)  # of each stage, over its optimizer steps
-        for stage, tokens in (
-            update_stages(low, high, rollout.mask, args.eta, args.order) * args.passes
-        ):
-            totals[stage].update(update(policy, optimizer, rollout, tokens, args, stage))  # 7.
+        for stage, tokens in stages * args.passes:  # 7. the optimizer steps, Eq. 1
+            totals[stage].update(update(policy, optimizer, rollout, tokens, args, stage))
     metrics = step_metrics(rollout, rewards, entropies, totals, timings, args)
     columns = [row["prompt"] for row in rows], rollout.texts, [row["solution"] for row in rows]
     names = ("prompt", "response", "solution", "reward")
@@ -962,9 +962,7 @@ class Run:
         """Print what came of it: accuracy, a puzzle, and what the paper speaks of."""
         args, evaluations = self.args, self.read_lines("evaluations.jsonl")
         tables = {row["step"]: row["table"] for row in evaluations}
-        print(
-            f"\nAccuracy on held-out prompts, before and after {self.step} steps, 95 % intervals\n"
-        )
+        print(f"\nHeld-out accuracy before and after {self.step} steps, with 95 % intervals\n")
         tables = {"before": tables[0], "after": tables[self.step]}
         print(evaluation_table(tables, TASKS[args.task].difficulty))
         if self.answers.keys() >= {0, self.step}:  # a resumed run has no answers of before
@@ -1263,9 +1261,8 @@ def parse_arguments(argv=None):
 
 def method_name(args):
     """'GRPO', 'GRPO + AR (α=0.3)', 'GRPO + AR (α=0.3) + Lopti (η=0.5)' and so on."""
-    order = {"low-high": "Lopti", "high-low": "reversed Lopti"}.get(
-        args.order, f"{args.order} only"
-    )
+    orders = {"low-high": "Lopti", "high-low": "reversed Lopti"}
+    order = orders.get(args.order, f"{args.order} only")
     settings = {"AR (α=": args.alpha, f"{order} (η=": args.eta}
     settings |= {"80/20 (ρ=": args.top_entropy, "min-p (ρ=": args.min_p}
     parts = [f"{name}{value:g})" for name, value in settings.items() if value]
