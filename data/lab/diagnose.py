@@ -151,7 +151,7 @@ def texts_to_learn(policy, tokenizer, rows, args):
 
 
 def collect(policy, tokenizer, rows, args):
-    """One rollout batch, made as `lopti.train` makes it: sample, judge, score, advantages.
+    """One rollout batch, made as `lopti.training_step` makes it: sample, judge, score, advantages.
 
     Returns the rollout, with Â before Eq. 4, the rewards (B,) and the entropies (B, L).
     """
