@@ -41,7 +41,7 @@ PICTURES = {  # file → methods; titles: by step, at equal KL
         (f"GRPO{NEW}", f"Lopti{NEW}", f"{TWO}{NEW}"),
         (
             "By step: no measurable difference",
-            "At equal KL: two passes of the same rate are behind",
+            "At equal KL: both methods of two passes are behind",
         ),
     ),
     "bias": (
@@ -117,7 +117,7 @@ WORLDS = {  # the three of world.py that are drawn
 }
 NOTE = """Points: accuracy minus GRPO's at equal KL, 95 % intervals. Each panel has its own scale.
 Predicted gain: how much more reward than GRPO's a first step adds, by the theory.
-Steps have a fixed length, in the middle AdamW's."""
+Left and right: steps of fixed length, in the middle: AdamW."""
 
 
 def draw_worlds(rows):
@@ -139,7 +139,7 @@ def draw_worlds(rows):
         axis.text(0.99, 4.4, "predicted gain", weight="bold", **text)
         axis.axvline(0, color="black", linewidth=1.5)
         axis.set(xlim=(-reach, reach), ylim=(-0.5, 4.7), xlabel="accuracy minus GRPO's")
-        axis.set_title(f"{title}\nmean π: signal {by_signal:.3f}, energy {by_energy:.3f}")
+        axis.set_title(f"{title}\nmean π: signal {by_signal:.2f}, energy {by_energy:.2f}")
         axis.set_yticks(range(len(DRAWN)), DRAWN)
         axis.locator_params(axis="x", nbins=5)
     message = "AR and Lopti lead where the signal sits at likelier tokens than the energy"
