@@ -444,10 +444,10 @@ def score(model, rollout, args, with_entropy=False):
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, group_size, temperature, args, progress=None):
+def sample(model, tokenizer, prompts, group_size, temperature, args):
     """Sample `group_size` responses to each prompt text with HF `generate` (section 9): a Rollout.
 
-    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding. `progress` is a bar.
+    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding.
     """
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
@@ -463,13 +463,12 @@ def sample(model, tokenizer, prompts, group_size, temperature, args, progress=No
     )
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     prompt_of = torch.arange(len(prompts)).repeat_interleave(group_size)  # (B,)
+    parts = prompt_of.split(args.sample_batch_size or len(prompt_of))
+    parts = tqdm(parts, desc="sampling", leave=False, disable=None)
     own_settings, model.generation_config = model.generation_config, settings
     try:
         with mixed_precision(model, args):
-            generated = [
-                generate(model, tokenizer, prompt_ids, part, settings, progress)
-                for part in prompt_of.split(args.sample_batch_size or len(prompt_of))
-            ]
+            generated = [generate(model, tokenizer, prompt_ids, part) for part in parts]
     finally:
         model.generation_config = own_settings
     responses = torch.cat(generated).cpu()  # (B, max_new_tokens)
@@ -620,18 +619,17 @@ def safe_vocabulary(logits, min_p):
 STRETCH = 32  # tokens: so often ended responses leave, and the cache has room for as many
 
 
-def generate(model, tokenizer, prompt_ids, prompt_of, settings, progress=None):
+def generate(model, tokenizer, prompt_ids, prompt_of):
     """HF `generate`: a response to prompt_ids[i] for each i in prompt_of (N,) → (N, new tokens).
 
     Draws from the same distribution as one plain call, in less than half the time on a CPU: a
     prompt is read once for its group, responses that have ended leave the batch every `STRETCH`
     tokens, and the key-value cache is not copied for every token.
     """
-    first, last = int(prompt_of[0]), int(prompt_of[-1])
+    settings, first, last = model.generation_config, int(prompt_of[0]), int(prompt_of[-1])
     encoded = {"input_ids": prompt_ids[first : last + 1]}
     encoded = tokenizer.pad(encoded, padding_side="left", return_tensors="pt").to(model.device)
     ids, mask = encoded["input_ids"], encoded["attention_mask"]  # (prompts, P)
-    end_ids = torch.tensor(settings.eos_token_id, device=ids.device)
     cache = Cache(layer_class_to_replicate=LayerWithRoom)
     if ids.shape[1] > 1:  # `generate` reads the last prompt token itself
         positions = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)  # from 0 at the first after padding
@@ -643,20 +641,15 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings, progress=None):
     for start in range(0, settings.max_new_tokens, STRETCH):
         ids, mask = ids[rows], mask[rows]
         cache.batch_select_indices(rows)
-        settings_of_stretch = copy.copy(settings)
-        settings_of_stretch.max_new_tokens = min(STRETCH, settings.max_new_tokens - start)
-        options = {"past_key_values": cache, "generation_config": settings_of_stretch}
-        ids = model.generate(ids, attention_mask=mask, **options)
+        options = {"max_new_tokens": min(STRETCH, settings.max_new_tokens - start)}
+        ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
         new = ids[:, mask.shape[1] :]  # (unfinished responses, new tokens)
         responses[unfinished, start : start + new.shape[1]] = new
-        rows = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
-        if progress is not None:
-            progress.update(len(new) - len(rows))
+        _, endless = response_mask(new, settings.eos_token_id)
+        rows = endless.nonzero().squeeze(1)
         if not len(rows):
             break
         mask, unfinished = torch.cat([mask, torch.ones_like(new)], 1), unfinished[rows]
-    if progress is not None:  # those that the limit has cut
-        progress.update(len(rows))
     return responses
 
 
@@ -717,11 +710,10 @@ def evaluate(policy, tokenizer, rows, args):
     """
     k, device, prompts = args.eval_samples, policy.device, [row["prompt"] for row in rows]
     answers, devices = [[] for _ in rows], [] if device.type == "cpu" else [device]
-    bar = tqdm(total=len(rows) * (1 + k), desc="evaluation", leave=False, disable=None)
-    with bar, torch.random.fork_rng(devices, device_type=device.type):
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(args.seed + 1)
         for group_size, temperature in [(1, 0), (k, args.eval_temperature)][: 1 + bool(k)]:
-            texts = sample(policy, tokenizer, prompts, group_size, temperature, args, bar).texts
+            texts = sample(policy, tokenizer, prompts, group_size, temperature, args).texts
             rewards = compute_rewards(texts, [row for row in rows for _ in range(group_size)], args)
             for i, answer in enumerate(zip(texts, rewards)):
                 answers[i // group_size].append(answer)

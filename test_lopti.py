@@ -43,7 +43,6 @@ import transformers
 from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rewards
@@ -849,7 +848,7 @@ def test_evaluation_counts(place, monkeypatch):
     levels, truths, seen, forked = ["10", "10", "10", "2", "2"], "77877", [], []
     rows = [{**data_row("?", x), "difficulty": y} for x, y in zip(truths, levels)]
 
-    def fake_sample(model, tokenizer, prompts, group_size, temperature, args, progress):
+    def fake_sample(model, tokenizer, prompts, group_size, temperature, args):
         seen.append((torch.initial_seed(), group_size, temperature))
         number = torch.arange(len(prompts) * group_size)
         texts = ["no" if temperature and (i % 2 or i > 15) else r"\boxed{7}" for i in number]
@@ -1515,15 +1514,12 @@ def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
     )
 
 
-def test_an_evaluation_shows_how_far_it_is(monkeypatch):
-    """Each answer counts once; the bar is not there where the output is no terminal."""
-    rows = [data_row("Who?", "1"), data_row("What is it?", "1")]
-    args, made = arguments("--task math --max-new-tokens 40 --sample-batch-size 4"), []
+def test_sampling_shows_how_far_it_is(monkeypatch):
+    """A bar of the batches; it is not there where the output is no terminal."""
+    made = []
     spy(monkeypatch, lopti, "tqdm", lambda bar, *_: made.append(bar))
-    counted = []
-    monkeypatch.setattr(tqdm, "update", lambda bar, n: counted.append(n))
-    lopti.evaluate(random_model(), TOKENIZER, rows, args)
-    assert made[0].total == sum(counted) == 10 and made[0].disable
+    sample(random_model(), group_size=4, sample_batch_size=5, max_new_tokens=2)
+    assert made[0].total == 3 and made[0].disable
 
 
 def test_what_a_run_leaves_behind(finished_run):
