@@ -662,8 +662,7 @@ class LayerWithRoom(DynamicLayer):
 
     def batch_select_indices(self, indices):
         """Keep these rows; one may stand several times."""
-        if self.is_initialized:
-            super().batch_select_indices(indices)
+        super().batch_select_indices(indices)
         self.room = None
 
     def update(self, keys, values, *args, **kwargs):
@@ -711,7 +710,7 @@ def evaluate(policy, tokenizer, rows, args):
     answers, devices = [[] for _ in rows], [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(args.seed + 1)
-        for group_size, temperature in [(1, 0), (k, 1.0)][: 1 + bool(k)]:
+        for group_size, temperature in [(1, 0), (k, 1.0)] if k else [(1, 0)]:
             texts = sample(policy, tokenizer, prompts, group_size, temperature, args).texts
             rewards = compute_rewards(texts, [row for row in rows for _ in range(group_size)], args)
             for i, answer in enumerate(zip(texts, rewards)):
@@ -733,19 +732,17 @@ def evaluate(policy, tokenizer, rows, args):
 def evaluation_table(tables, difficulty_name):
     """The evaluations {title: table} as text: one line for each measure and difficulty."""
     first = next(iter(tables.values()))
-    titles = "".join(f"{title:>21}" for title in tables)
-    lines = [f"{'':<8}{difficulty_name:>8}{'prompts':>9}{titles}"]
+    lines = [("", difficulty_name, "prompts", *tables)]
     for measure in [name for name in next(iter(first.values())) if name != "prompts"]:
         for difficulty, row in first.items():
-            lines.append(f"{measure:<8}{difficulty:>8}{row['prompts']:>9}")
-            for table in tables.values():
-                mean, low, high = table[difficulty][measure]
-                lines[-1] += f"{f'{mean:.2f} [{low:.2f}, {high:.2f}]':>21}"
-        lines.append(f"{measure:<8}{'mean':>8}{'':>9}")
-        for table in tables.values():
-            mean = sum(row[measure][0] for row in table.values()) / len(table)
-            lines[-1] += f"{mean:>8.2f}{'':13}"
-    return "\n".join(lines)
+            cells = (table[difficulty][measure] for table in tables.values())
+            cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in cells]
+            lines.append((measure, difficulty, row["prompts"], *cells))
+        means = ([row[measure][0] for row in table.values()] for table in tables.values())
+        cells = [f"{sum(values) / len(values):.2f}{'':13}" for values in means]
+        lines.append((measure, "mean", "", *cells))
+    columns = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
+    return "\n".join(columns.format(*line) for line in lines)
 
 
 def show_responses(rows, answers, count):
@@ -888,9 +885,7 @@ class Run:
         self.append("evaluations.jsonl", {"table": table})
 
     def ask_to_stop(self, number, frame):
-        """What Ctrl-C and SIGTERM call: finish this step, then stop. In an evaluation, and when
-        called twice, stop at once.
-        """
+        """What Ctrl-C and SIGTERM call: stop after this step; in an evaluation or twice, at once."""
         if self.evaluating or self.stop_asked:
             raise KeyboardInterrupt
         self.stop_asked = True
@@ -990,15 +985,9 @@ def load_model(name, device):
     return model.to(device).eval(), tokenizer
 
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
-
-
 def check_model(model, tokenizer, rows, args):
     """UserError where the model cannot be sampled from, or prompts and responses do not fit it."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or kinds - ATTENTION:
-        raise UserError(f"{args.model} has layers other than attention: choose another --model")
     limit = getattr(config, "max_position_embeddings", math.inf)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -1009,7 +998,9 @@ def check_model(model, tokenizer, rows, args):
         raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
     if not all(ids) or max(map(max, ids)) >= model.get_input_embeddings().num_embeddings:
         raise UserError("a prompt is empty, or has a token that the model has no embedding for")
-    with user_errors(f"cannot sample from {args.model}: choose another --model"):
+    with user_errors(f"cannot sample from {args.model}: choose a --model with attention only"):
+        if getattr(model, "_is_stateful", False):
+            raise ValueError("it keeps a state instead of keys and values")
         two_tokens = argparse.Namespace(**{**vars(args), "max_new_tokens": 2})
         sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
 

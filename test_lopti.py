@@ -1772,7 +1772,7 @@ def exits(completions, **columns):
     sys.exit(0)
 
 
-HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa")  # each has layers that are not plain attention
+HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa", "Rwkv")  # each has layers that are not plain attention
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
