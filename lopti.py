@@ -885,7 +885,7 @@ class Run:
         self.append("evaluations.jsonl", {"table": table})
 
     def ask_to_stop(self, number, frame):
-        """What Ctrl-C and SIGTERM call: stop after this step; in an evaluation or twice, at once."""
+        """Called by Ctrl-C and SIGTERM: stop after this step; in an evaluation or twice, at once."""
         if self.evaluating or self.stop_asked:
             raise KeyboardInterrupt
         self.stop_asked = True
@@ -930,15 +930,14 @@ class Run:
 
     def report(self, eval_rows):
         """Print what came of it: accuracy, a puzzle, and what the paper speaks of."""
-        args, evaluations = self.args, self.read_lines("evaluations.jsonl")
-        tables = {row["step"]: row["table"] for row in evaluations}
-        print(f"\nHeld-out accuracy before and after {self.step} steps, with 95 % intervals\n")
+        tables = {row["step"]: row["table"] for row in self.read_lines("evaluations.jsonl")}
         tables = {"before": tables[0], "after": tables[self.step]}
-        print(evaluation_table(tables, TASKS[args.task].difficulty))
+        print(f"\nHeld-out accuracy before and after {self.step} steps, with 95 % intervals\n")
+        print(evaluation_table(tables, TASKS[self.args.task].difficulty))
         if self.answers.keys() >= {0, self.step}:  # a resumed run has no answers of before
-            show_learned(eval_rows, self.answers[0], self.answers[self.step], args)
+            show_learned(eval_rows, self.answers[0], self.answers[self.step], self.args)
         if steps := self.read_lines("metrics.jsonl"):
-            print("\n" + paper_in_numbers(steps, args.eta or 0.5))
+            print("\n" + paper_in_numbers(steps, self.args.eta or 0.5))
 
 
 def paper_in_numbers(steps, eta):
