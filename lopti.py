@@ -885,7 +885,7 @@ class Run:
         self.append("evaluations.jsonl", {"table": table})
 
     def ask_to_stop(self, number, frame):
-        """Called by Ctrl-C and SIGTERM: stop after this step; in an evaluation or twice, at once."""
+        """At Ctrl-C and SIGTERM: stop after this step; in an evaluation, or if asked twice, at once."""
         if self.evaluating or self.stop_asked:
             raise KeyboardInterrupt
         self.stop_asked = True
@@ -1212,8 +1212,7 @@ def run_command(args):
     with suppress(ValueError):  # of any thread but the main one
         for asking in (signal.SIGINT, signal.SIGTERM):
             signal.signal(asking, run.ask_to_stop)
-    steps = f"steps {run.step + 1} to {args.steps} on {policy.device}"
-    print(f"α = {args.alpha:g}, η = {args.eta:g}, {steps}, {run.folder}")
+    print(f"steps {run.step + 1} to {args.steps} on {policy.device}, {run.folder}")
     run.train(reference, train_rows, eval_rows)
     with replaced_at_once(run.folder / "final") as folder:
         policy.save_pretrained(folder)
