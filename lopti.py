@@ -885,7 +885,7 @@ class Run:
         self.append("evaluations.jsonl", {"table": table})
 
     def ask_to_stop(self, number, frame):
-        """At Ctrl-C and SIGTERM: stop after this step; in an evaluation, or if asked twice, at once."""
+        """For Ctrl-C and SIGTERM: stop after this step; in an evaluation or if asked twice, now."""
         if self.evaluating or self.stop_asked:
             raise KeyboardInterrupt
         self.stop_asked = True
