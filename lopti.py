@@ -1140,7 +1140,7 @@ def build_parser():
     add("--steps", "training steps (rollout batches)", 24, type=count)
     group = parser.add_argument_group("model and data")
     add("--task", "Knights and Knaves, or math with \\boxed{}", "kk", choices=TASKS)
-    add("--model", "folder or hub name of a causal model; or the bundled one, data/tiny")
+    add("--model", "folder or hub name of a causal model", str(HERE / "data" / "tiny"))
     add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
     add("--eval-data", "evaluation rows, in the same forms")
     add("--reward", "your own, f(completions, solution, **columns)", metavar="MODULE:FUNCTION")
@@ -1189,11 +1189,8 @@ def parse_arguments(argv=None):
         args.solved_reward = TASKS[args.task].solved
     if args.order != "low-high" and not args.eta:
         raise UserError("--order needs --eta above 0 to tell low from high")
-    if args.without_bias and not (args.alpha or args.eta):
-        raise UserError("--without-bias needs --alpha or --eta above 0: else no weight goes by π")
     if args.group_size < 2 and args.advantage == "grpo":
         raise UserError("--group-size must be at least 2: GRPO compares responses within a group")
-    args.model = args.model or str(HERE / "data" / "tiny")
     return args
 
 

@@ -1778,7 +1778,6 @@ NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
-    "--without-bias --alpha 0 --eta 0": "--alpha or --eta",
     "--data {silent}": "data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt or a solution",
     "--data {surrogate}": "half a character",
     "--data {empty}": "no rows",
