@@ -30,7 +30,6 @@ response tokens, `tokens` on those that a pass updates.
 import argparse
 import copy
 import functools
-import importlib
 import json
 import math
 import os
@@ -444,10 +443,10 @@ def score(model, rollout, args, with_entropy=False):
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, group_size, temperature, args, progress=None):
+def sample(model, tokenizer, prompts, group_size, temperature, args):
     """Sample `group_size` responses to each prompt text with HF `generate` (section 9): a Rollout.
 
-    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding. `progress` is a bar.
+    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding.
     """
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
@@ -463,13 +462,12 @@ def sample(model, tokenizer, prompts, group_size, temperature, args, progress=No
     )
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     prompt_of = torch.arange(len(prompts)).repeat_interleave(group_size)  # (B,)
+    parts = prompt_of.split(args.sample_batch_size or len(prompt_of))
+    parts = tqdm(parts, desc="sampling", leave=False, disable=None)
     own_settings, model.generation_config = model.generation_config, settings
     try:
         with mixed_precision(model, args):
-            generated = [
-                generate(model, tokenizer, prompt_ids, part, settings, progress)
-                for part in prompt_of.split(args.sample_batch_size or len(prompt_of))
-            ]
+            generated = [generate(model, tokenizer, prompt_ids, part) for part in parts]
     finally:
         model.generation_config = own_settings
     responses = torch.cat(generated).cpu()  # (B, max_new_tokens)
@@ -620,18 +618,17 @@ def safe_vocabulary(logits, min_p):
 STRETCH = 32  # tokens: so often ended responses leave, and the cache has room for as many
 
 
-def generate(model, tokenizer, prompt_ids, prompt_of, settings, progress=None):
+def generate(model, tokenizer, prompt_ids, prompt_of):
     """HF `generate`: a response to prompt_ids[i] for each i in prompt_of (N,) → (N, new tokens).
 
     Draws from the same distribution as one plain call, in less than half the time on a CPU: a
     prompt is read once for its group, responses that have ended leave the batch every `STRETCH`
     tokens, and the key-value cache is not copied for every token.
     """
-    first, last = int(prompt_of[0]), int(prompt_of[-1])
+    settings, first, last = model.generation_config, int(prompt_of[0]), int(prompt_of[-1])
     encoded = {"input_ids": prompt_ids[first : last + 1]}
     encoded = tokenizer.pad(encoded, padding_side="left", return_tensors="pt").to(model.device)
     ids, mask = encoded["input_ids"], encoded["attention_mask"]  # (prompts, P)
-    end_ids = torch.tensor(settings.eos_token_id, device=ids.device)
     cache = Cache(layer_class_to_replicate=LayerWithRoom)
     if ids.shape[1] > 1:  # `generate` reads the last prompt token itself
         positions = (mask[:, :-1].cumsum(1) - 1).clamp(min=0)  # from 0 at the first after padding
@@ -643,20 +640,15 @@ def generate(model, tokenizer, prompt_ids, prompt_of, settings, progress=None):
     for start in range(0, settings.max_new_tokens, STRETCH):
         ids, mask = ids[rows], mask[rows]
         cache.batch_select_indices(rows)
-        settings_of_stretch = copy.copy(settings)
-        settings_of_stretch.max_new_tokens = min(STRETCH, settings.max_new_tokens - start)
-        options = {"past_key_values": cache, "generation_config": settings_of_stretch}
-        ids = model.generate(ids, attention_mask=mask, **options)
+        options = {"max_new_tokens": min(STRETCH, settings.max_new_tokens - start)}
+        ids = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
         new = ids[:, mask.shape[1] :]  # (unfinished responses, new tokens)
         responses[unfinished, start : start + new.shape[1]] = new
-        rows = (~torch.isin(new, end_ids).any(1)).nonzero().squeeze(1)
-        if progress is not None:
-            progress.update(len(new) - len(rows))
+        _, endless = response_mask(new, settings.eos_token_id)
+        rows = endless.nonzero().squeeze(1)
         if not len(rows):
             break
         mask, unfinished = torch.cat([mask, torch.ones_like(new)], 1), unfinished[rows]
-    if progress is not None:  # those that the limit has cut
-        progress.update(len(rows))
     return responses
 
 
@@ -670,8 +662,7 @@ class LayerWithRoom(DynamicLayer):
 
     def batch_select_indices(self, indices):
         """Keep these rows; one may stand several times."""
-        if self.is_initialized:
-            super().batch_select_indices(indices)
+        super().batch_select_indices(indices)
         self.room = None
 
     def update(self, keys, values, *args, **kwargs):
@@ -717,11 +708,10 @@ def evaluate(policy, tokenizer, rows, args):
     """
     k, device, prompts = args.eval_samples, policy.device, [row["prompt"] for row in rows]
     answers, devices = [[] for _ in rows], [] if device.type == "cpu" else [device]
-    bar = tqdm(total=len(rows) * (1 + k), desc="evaluation", leave=False, disable=None)
-    with bar, torch.random.fork_rng(devices, device_type=device.type):
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(args.seed + 1)
-        for group_size, temperature in [(1, 0), (k, args.eval_temperature)][: 1 + bool(k)]:
-            texts = sample(policy, tokenizer, prompts, group_size, temperature, args, bar).texts
+        for group_size, temperature in [(1, 0), (k, 1.0)] if k else [(1, 0)]:
+            texts = sample(policy, tokenizer, prompts, group_size, temperature, args).texts
             rewards = compute_rewards(texts, [row for row in rows for _ in range(group_size)], args)
             for i, answer in enumerate(zip(texts, rewards)):
                 answers[i // group_size].append(answer)
@@ -742,19 +732,17 @@ def evaluate(policy, tokenizer, rows, args):
 def evaluation_table(tables, difficulty_name):
     """The evaluations {title: table} as text: one line for each measure and difficulty."""
     first = next(iter(tables.values()))
-    titles = "".join(f"{title:>21}" for title in tables)
-    lines = [f"{'':<8}{difficulty_name:>8}{'prompts':>9}{titles}"]
+    lines = [("", difficulty_name, "prompts", *tables)]
     for measure in [name for name in next(iter(first.values())) if name != "prompts"]:
         for difficulty, row in first.items():
-            lines.append(f"{measure:<8}{difficulty:>8}{row['prompts']:>9}")
-            for table in tables.values():
-                mean, low, high = table[difficulty][measure]
-                lines[-1] += f"{f'{mean:.2f} [{low:.2f}, {high:.2f}]':>21}"
-        lines.append(f"{measure:<8}{'mean':>8}{'':>9}")
-        for table in tables.values():
-            mean = sum(row[measure][0] for row in table.values()) / len(table)
-            lines[-1] += f"{mean:>8.2f}{'':13}"
-    return "\n".join(lines)
+            cells = (table[difficulty][measure] for table in tables.values())
+            cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]" for mean, low, high in cells]
+            lines.append((measure, difficulty, row["prompts"], *cells))
+        means = ([row[measure][0] for row in table.values()] for table in tables.values())
+        cells = [f"{sum(values) / len(values):.2f}{'':13}" for values in means]
+        lines.append((measure, "mean", "", *cells))
+    columns = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
+    return "\n".join(columns.format(*line) for line in lines)
 
 
 def show_responses(rows, answers, count):
@@ -834,18 +822,18 @@ class Run:
         self.answers = {}  # step → the answers of its evaluation
         name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
         self.folder = Path(args.resume or Path(args.output) / name)
-        if self.folder.exists() and not args.resume:
-            raise UserError(f"{self.folder} is there: --resume it or choose another --name")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        with user_errors(f"cannot make {self.folder}: --resume it or choose another --name"):
+            self.folder.mkdir(parents=True, exist_ok=bool(args.resume))
         self.lock = (self.folder / ".lock").open("w")  # the system unlocks it when the process ends
         if os.name == "posix":
-            fcntl = importlib.import_module("fcntl")
+            import fcntl
+
             with user_errors(f"another process is at work in {self.folder}"):
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if args.resume:
             self.go_on()
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        config = {**vars(args), "resume": "", "method": method_name(args), **versions}
+        config = {**vars(args), "resume": "", **versions}
         with replaced_at_once(self.folder / "config.json") as path:
             path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
 
@@ -853,8 +841,7 @@ class Run:
         """The steps that are not done yet, with evaluations and checkpoints where they are due."""
         args, models = self.args, (self.policy, reference, self.optimizer, self.tokenizer)
         batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=self.step)
-        steps = range(self.step + 1, args.steps + 1)
-        progress = tqdm(steps, desc=method_name(args), disable=None)
+        progress = tqdm(range(self.step + 1, args.steps + 1), desc="training", disable=None)
         for step in progress:
             if step == 1 or (args.eval_every and (step - 1) % args.eval_every == 0):
                 self.evaluate(eval_rows)
@@ -865,11 +852,9 @@ class Run:
                 self.append("samples.jsonl", response)
             progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
             if metrics["nonfinite_steps"]:
-                tqdm.write(
-                    f"step {step}: a gradient was not finite, its optimizer step is left out"
-                )
-            last = step == args.steps and args.save_every
-            if self.stop_asked or last or (args.save_every and step % args.save_every == 0):
+                tqdm.write(f"step {step}: left out an update whose gradient was not finite")
+            due = args.save_every and (step % args.save_every == 0 or step == args.steps)
+            if due or self.stop_asked:
                 self.save_checkpoint()
             if self.stop_asked:
                 raise KeyboardInterrupt
@@ -890,26 +875,18 @@ class Run:
         """Evaluate the policy as it is now, once, into evaluations.jsonl."""
         if any(row["step"] == self.step for row in self.read_lines("evaluations.jsonl")):
             return
+        self.evaluating = True
         try:
-            self.evaluating = True
-            if self.stop_asked:
-                raise KeyboardInterrupt
             table, answers = evaluate(self.policy, self.tokenizer, rows, self.args)
         except KeyboardInterrupt:
             self.save_checkpoint()
             raise
-        finally:
-            self.evaluating = False
-        self.answers[self.step] = answers
+        self.evaluating, self.answers[self.step] = False, answers
         self.append("evaluations.jsonl", {"table": table})
 
     def ask_to_stop(self, number, frame):
-        """What Ctrl-C and SIGTERM call: finish this step, then stop. In an evaluation, and
-        when called twice, stop at once.
-        """
-        for asking in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(asking, signal.default_int_handler)
-        if self.evaluating:
+        """For Ctrl-C and SIGTERM: stop after this step; in an evaluation or if asked twice, now."""
+        if self.evaluating or self.stop_asked:
             raise KeyboardInterrupt
         self.stop_asked = True
         print("\nfinishing this step; once more to stop at once", file=sys.stderr)
@@ -934,25 +911,18 @@ class Run:
     def go_on(self):
         """Bring policy, optimizer, random numbers and files back to the newest checkpoint."""
         checkpoints = sorted((self.folder / "checkpoints").glob("step-*"))
-        if not checkpoints and (self.folder / "final").exists():
-            raise UserError(
-                f"{self.folder} is finished and has no checkpoint: train its --model "
-                f"{self.folder / 'final'} in a new run, with --save-every above 0"
-            )
         if checkpoints:
             self.policy.load_state_dict(load_model(checkpoints[-1], "cpu")[0].state_dict())
-            file = checkpoints[-1] / "training_state.pt"
+            file, kind = checkpoints[-1] / "training_state.pt", self.policy.device.type
             with user_errors(f"{file} is damaged: start a new run from {self.args.model}"):
                 state = torch.load(file, weights_only=True, map_location="cpu")
-                self.step, random_states = state["step"], state["random"]
-                state = state["optimizer"]
-            self.optimizer.load_state_dict(state)
-            torch.set_rng_state(random_states["cpu"])
-            device = self.policy.device
-            if device.type in random_states.keys() - {"cpu"}:  # else from another kind
-                torch.get_device_module(device).set_rng_state(random_states[device.type])
-        if self.step > self.args.steps:
-            raise UserError(f"{self.folder} has done {self.step} steps: give --steps above that")
+            self.step = state["step"]
+            self.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["random"]["cpu"])
+            if kind in state["random"].keys() - {"cpu"}:  # else from another kind of device
+                torch.get_device_module(kind).set_rng_state(state["random"][kind])
+        elif (self.folder / "final").exists():
+            raise UserError(f"{self.folder} has no checkpoint: start a new run from its final/")
         for file in ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl"):
             rows = self.read_lines(file)
             with replaced_at_once(self.folder / file) as path:
@@ -960,15 +930,14 @@ class Run:
 
     def report(self, eval_rows):
         """Print what came of it: accuracy, a puzzle, and what the paper speaks of."""
-        args, evaluations = self.args, self.read_lines("evaluations.jsonl")
-        tables = {row["step"]: row["table"] for row in evaluations}
-        print(f"\nHeld-out accuracy before and after {self.step} steps, with 95 % intervals\n")
+        tables = {row["step"]: row["table"] for row in self.read_lines("evaluations.jsonl")}
         tables = {"before": tables[0], "after": tables[self.step]}
-        print(evaluation_table(tables, TASKS[args.task].difficulty))
+        print(f"\nHeld-out accuracy before and after {self.step} steps, with 95 % intervals\n")
+        print(evaluation_table(tables, TASKS[self.args.task].difficulty))
         if self.answers.keys() >= {0, self.step}:  # a resumed run has no answers of before
-            show_learned(eval_rows, self.answers[0], self.answers[self.step], args)
+            show_learned(eval_rows, self.answers[0], self.answers[self.step], self.args)
         if steps := self.read_lines("metrics.jsonl"):
-            print("\n" + paper_in_numbers(steps, args.eta or 0.5))
+            print("\n" + paper_in_numbers(steps, self.args.eta or 0.5))
 
 
 def paper_in_numbers(steps, eta):
@@ -991,8 +960,6 @@ def paper_in_numbers(steps, eta):
 def replaced_at_once(path):
     """Write a file or folder beside `path`, and move it there when it is complete."""
     partial = path.with_name(f".{path.name}.partial")
-    if partial.is_dir():  # a crash left it
-        shutil.rmtree(partial)
     with user_errors(f"cannot write {path}; --resume goes on"):  # a full disk, say
         yield partial
         if path.is_dir():
@@ -1017,15 +984,9 @@ def load_model(name, device):
     return model.to(device).eval(), tokenizer
 
 
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}  # kinds of layers
-
-
 def check_model(model, tokenizer, rows, args):
     """UserError where the model cannot be sampled from, or prompts and responses do not fit it."""
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or kinds - ATTENTION:
-        raise UserError(f"{args.model} has layers other than attention: choose another --model")
     limit = getattr(config, "max_position_embeddings", math.inf)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
@@ -1036,18 +997,11 @@ def check_model(model, tokenizer, rows, args):
         raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
     if not all(ids) or max(map(max, ids)) >= model.get_input_embeddings().num_embeddings:
         raise UserError("a prompt is empty, or has a token that the model has no embedding for")
-    with user_errors(f"cannot sample from {args.model}: choose another --model"):
+    with user_errors(f"cannot sample from {args.model}: choose a --model with attention only"):
+        if getattr(model, "_is_stateful", False):
+            raise ValueError("it keeps a state instead of keys and values")
         two_tokens = argparse.Namespace(**{**vars(args), "max_new_tokens": 2})
-        rollout = sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
-        first, second = rollout.ids[:1], rollout.ids[:1].clone()
-        second[0, -1] = first[0, 0]  # another last token: what stands before it must not change
-        before = torch.ones_like(first, dtype=torch.bool)
-        before[:, 0] = before[:, -1] = False
-        pair = [
-            token_logprobs(token_logits(model, x, before, 1.0), x, before) for x in (first, second)
-        ]
-    if not torch.allclose(*pair, atol=1e-3):
-        raise UserError(f"{args.model} sees the tokens that follow: choose a causal --model")
+        sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
 
 
 def choose_device(name):
@@ -1056,11 +1010,10 @@ def choose_device(name):
         found = torch.accelerator.current_accelerator(check_available=True)
         name = found.type if found and found.type != "mps" else "cpu"  # mps: only when asked for
     with user_errors(f"--device {name} cannot be used"):
-        place = torch.zeros(1, device=name)
-        place.item()  # `meta` holds no numbers
-        if place.device.type != "cpu":
-            torch.accelerator.set_device_index(place.device.index)
-    return place.device
+        device = torch.zeros(1, device=name).device  # with its index
+        if device.type != "cpu":
+            torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def prepare(args):
@@ -1106,7 +1059,6 @@ CONSTANTS = {  # without a flag; `args` has them like all other settings
     "clip_dual": 10.0,  # c: where Â < 0, a token's loss is at most -c·Â
     "stapo_tau": 0.002,  # τ_p of STAPO
     "stapo_quantile": 0.75,  # which quantile of the candidates' entropies is its τ_h
-    "eval_temperature": 1.0,  # of the sampled answers in an evaluation
 }
 MATH_SIZES = {"prompts_per_step": 64, "mini_batch_size": 256, "sample_batch_size": 512}
 
@@ -1117,21 +1069,14 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (python lopti.py --help lists the flags)")
 
-    def flags_of(self, word):
-        """What a word stands for: itself, or as @FILE the flags there; # begins a comment."""
-        if not word.startswith("@"):
-            return [word]
-        flags, file = [], word[1:]
-        with user_errors(f"cannot read the flags in {file}"):
-            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
-        for number, line in enumerate(lines, 1):
+    def convert_arg_line_to_args(self, line):
+        """A line of @FILE: whole flags, then perhaps a comment."""
+        try:
             words = shlex.split(line, comments=True)
-            try:
-                self.parse_args(words)  # a line holds whole flags
-            except UserError as error:
-                raise UserError(f"{file}, line {number}: {error}") from error
-            flags += words
-        return flags
+            self.parse_args(words)
+        except (UserError, ValueError) as error:  # ValueError: a quotation mark is alone
+            raise UserError(f"in the line {line.strip()}: {error}") from error
+        return words
 
 
 def number(kind, low, high=math.inf):
@@ -1155,20 +1100,18 @@ def build_parser():
         usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
         description=__doc__.split("\n\n")[0],
         epilog="@FILE stands for the flags in it: data/kk.flags, data/math.flags are the paper's.",
+        fromfile_prefix_chars="@",
     )
     parser.set_defaults(**CONSTANTS)
 
-    def group(title):
-        add, switch = parser.add_argument_group(title).add_argument, {"action": "store_true"}
-        told = " (default: %(default)s)"  # where there is one to tell
+    def add(name, help, default=None, **options):
+        if default is False:
+            options["action"] = "store_true"
+        elif default not in (None, ""):
+            help += " (default: %(default)s)"
+        group.add_argument(name, help=help, default=default, **options)
 
-        def flag(name, help, default=None, **options):
-            options |= {"default": default} if default is not False else switch
-            add(name, help=help + told * (str(default) not in ("None", "", "False")), **options)
-
-        return flag
-
-    add = group("method")
+    group = parser.add_argument_group("method")
     add("--advantage", "by group or by batch", "grpo", choices=("grpo", "reinforce++"))
     add("--alpha", "α of Advantage Reweighting, Eq. 4", 0.0, type=share)
     add("--eta", "η of Lopti: π < η is updated first", 0.0, type=share)
@@ -1182,22 +1125,22 @@ def build_parser():
     add("--clip-low", "ε_l: the ratio is clipped at 1-ε_l", 0.2, type=not_negative)
     add("--clip-high", "ε_h: the ratio is clipped at 1+ε_h", 0.24, type=not_negative)
     add("--kl-coef", "β; 0 also saves the reference model", 0.001, type=not_negative)
-    add = group("sampling")
+    group = parser.add_argument_group("sampling")
     add("--prompts-per-step", "prompts in a rollout batch", 16, type=at_least_1)
     add("--group-size", "G: responses to each prompt", 8, type=at_least_1)
     add("--temperature", "T_s, of sampling and every π", 1.0, type=temperature)
     add("--max-prompt-length", "longer prompts are dropped", 400, type=at_least_1)
     add("--max-new-tokens", "longest response, in tokens", 256, type=at_least_1)
     add("--sample-batch-size", "responses at a time; 0: all", 256, type=count)
-    add = group("optimisation")
+    group = parser.add_argument_group("optimisation")
     add("--learning-rate", "of AdamW, constant", 1e-4, type=rate)
     add("--mini-batch-size", "responses in an optimizer step; 0: all", 64, type=count)
     add("--tokens-per-microbatch", "changes memory and speed only", 2048, type=at_least_1)
     add("--gradient-checkpointing", "less memory, a third more time", False)
     add("--steps", "training steps (rollout batches)", 24, type=count)
-    add = group("model and data")
+    group = parser.add_argument_group("model and data")
     add("--task", "Knights and Knaves, or math with \\boxed{}", "kk", choices=TASKS)
-    add("--model", "folder or hub name of a causal model; or the bundled one, data/tiny")
+    add("--model", "folder or hub name of a causal model", str(HERE / "data" / "tiny"))
     add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
     add("--eval-data", "evaluation rows, in the same forms")
     add("--reward", "your own, f(completions, solution, **columns)", metavar="MODULE:FUNCTION")
@@ -1206,7 +1149,7 @@ def build_parser():
     dtypes = ("auto", "float32", "bfloat16")
     add("--dtype", "of forward passes; auto: bfloat16 on a GPU that has it", "auto", choices=dtypes)
     add("--device", "auto: a GPU or cpu; mps is untried", "auto")
-    add = group("evaluation and run folder")
+    group = parser.add_argument_group("evaluation and run folder")
     add("--eval-every", "steps; 0: before and after training only", 0, type=count)
     add("--eval-size", "evaluation prompts per difficulty; 0: all", 100, type=count)
     add("--eval-samples", "k of avg@k and pass@k, at T = 1; 0: greedy only", 4, type=count)
@@ -1228,47 +1171,27 @@ FREE_TO_CHANGE |= {"tokens_per_microbatch", "gradient_checkpointing"}
 def parse_arguments(argv=None):
     """Defaults, then those of the task or of the run to resume, then flags: the later wins."""
     parser = build_parser()
-    argv = sys.argv[1:] if argv is None else argv
-    argv = [flag for word in argv for flag in parser.flags_of(word)]
     args = parser.parse_args(argv)
-    if args.eval_only and args.data and not args.eval_data:
-        raise UserError("--eval-only evaluates --eval-data: give that instead of --data")
+    settings = MATH_SIZES if args.task == "math" else {}
     if args.resume:
         with user_errors(f"--resume {args.resume}: name the folder of a run, runs/NAME"):
             config = json.loads((Path(args.resume) / "config.json").read_text(encoding="utf-8"))
             settings = {name: config[name] for name in vars(args)}
-        parser.set_defaults(**settings)
-        args = parser.parse_args(argv)
-        changed = {name for name in settings if getattr(args, name) != settings[name]}
-        if refused := ", ".join(sorted(changed - FREE_TO_CHANGE)):
-            raise UserError(f"--resume cannot change {refused}: start a new run for that")
-    elif args.task == "math":
-        parser.set_defaults(**MATH_SIZES)
-        args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(**settings))
+    changed = {name for name, value in settings.items() if getattr(args, name) != value}
+    if args.resume and (refused := ", ".join(sorted(changed - FREE_TO_CHANGE))):
+        raise UserError(f"--resume cannot change {refused}: start a new run for that")
+    if args.eval_only and args.data and not args.eval_data:
+        raise UserError("--eval-only evaluates --eval-data: give that instead of --data")
     if args.reward and args.solved_reward is None:
         raise UserError("--reward needs --solved-reward: from which reward on is a response right?")
     if args.solved_reward is None:
         args.solved_reward = TASKS[args.task].solved
     if args.order != "low-high" and not args.eta:
         raise UserError("--order needs --eta above 0 to tell low from high")
-    if args.without_bias and not (args.alpha or args.eta):
-        raise UserError("--without-bias needs --alpha or --eta above 0: else no weight goes by π")
     if args.group_size < 2 and args.advantage == "grpo":
         raise UserError("--group-size must be at least 2: GRPO compares responses within a group")
-    args.model = args.model or str(HERE / "data" / "tiny")
     return args
-
-
-def method_name(args):
-    """'GRPO', 'GRPO + AR (α=0.3)', 'GRPO + AR (α=0.3) + Lopti (η=0.5)' and so on."""
-    orders = {"low-high": "Lopti", "high-low": "reversed Lopti"}
-    order = orders.get(args.order, f"{args.order} only")
-    settings = {"AR (α=": args.alpha, f"{order} (η=": args.eta}
-    settings |= {"80/20 (ρ=": args.top_entropy, "min-p (ρ=": args.min_p}
-    parts = [f"{name}{value:g})" for name, value in settings.items() if value]
-    parts += ["STAPO"] * args.stapo + ["without bias"] * args.without_bias
-    parts += [f"{args.passes} passes"] * (args.passes > 1)
-    return " + ".join([args.advantage.upper(), *parts])
 
 
 def run_command(args):
@@ -1286,8 +1209,7 @@ def run_command(args):
     with suppress(ValueError):  # of any thread but the main one
         for asking in (signal.SIGINT, signal.SIGTERM):
             signal.signal(asking, run.ask_to_stop)
-    steps = f"steps {run.step + 1} to {args.steps}"
-    print(f"{method_name(args)} on {policy.device}, {steps}, {run.folder}")
+    print(f"steps {run.step + 1} to {args.steps} on {policy.device}, {run.folder}")
     run.train(reference, train_rows, eval_rows)
     with replaced_at_once(run.folder / "final") as folder:
         policy.save_pretrained(folder)
@@ -1324,6 +1246,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends quietly
     sys.exit(main())
