@@ -1001,7 +1001,14 @@ def check_model(model, tokenizer, rows, args):
         if getattr(model, "_is_stateful", False):
             raise ValueError("it keeps a state instead of keys and values")
         two_tokens = argparse.Namespace(**{**vars(args), "max_new_tokens": 2})
-        sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
+        rollout = sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
+        first, second = rollout.ids[:1], rollout.ids[:1].clone()
+        second[0, -1] = first[0, 0]  # another last token: what stands before it must not change
+        before = torch.ones_like(first, dtype=torch.bool)
+        before[:, 0] = before[:, -1] = False
+        pair = [token_logits(model, ids, before, 1.0) for ids in (first, second)]
+        if not torch.allclose(*pair, atol=1e-3):
+            raise ValueError("it sees the tokens that follow")
 
 
 def choose_device(name):
@@ -1069,14 +1076,21 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (python lopti.py --help lists the flags)")
 
-    def convert_arg_line_to_args(self, line):
-        """A line of @FILE: whole flags, then perhaps a comment."""
-        try:
-            words = shlex.split(line, comments=True)
-            self.parse_args(words)
-        except (UserError, ValueError) as error:  # ValueError: a quotation mark is alone
-            raise UserError(f"in the line {line.strip()}: {error}") from error
-        return words
+    def flags_of(self, word):
+        """What a word stands for: itself, or as @FILE the flags there; # begins a comment."""
+        if not word.startswith("@"):
+            return [word]
+        flags, file = [], word[1:]
+        with user_errors(f"cannot read the flags in {file}"):
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        for number, line in enumerate(lines, 1):
+            try:
+                words = shlex.split(line, comments=True)
+                self.parse_args(words)  # a line holds whole flags
+            except (UserError, ValueError) as error:  # ValueError: a quotation mark is alone
+                raise UserError(f"{file}, line {number}: {error}") from error
+            flags += words
+        return flags
 
 
 def number(kind, low, high=math.inf):
@@ -1100,7 +1114,6 @@ def build_parser():
         usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
         description=__doc__.split("\n\n")[0],
         epilog="@FILE stands for the flags in it: data/kk.flags, data/math.flags are the paper's.",
-        fromfile_prefix_chars="@",
     )
     parser.set_defaults(**CONSTANTS)
 
@@ -1140,7 +1153,7 @@ def build_parser():
     add("--steps", "training steps (rollout batches)", 24, type=count)
     group = parser.add_argument_group("model and data")
     add("--task", "Knights and Knaves, or math with \\boxed{}", "kk", choices=TASKS)
-    add("--model", "folder or hub name of a causal model", str(HERE / "data" / "tiny"))
+    add("--model", "folder or hub name of a causal model; or the bundled one, data/tiny")
     add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
     add("--eval-data", "evaluation rows, in the same forms")
     add("--reward", "your own, f(completions, solution, **columns)", metavar="MODULE:FUNCTION")
@@ -1171,6 +1184,8 @@ FREE_TO_CHANGE |= {"tokens_per_microbatch", "gradient_checkpointing"}
 def parse_arguments(argv=None):
     """Defaults, then those of the task or of the run to resume, then flags: the later wins."""
     parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    argv = [flag for word in argv for flag in parser.flags_of(word)]
     args = parser.parse_args(argv)
     settings = MATH_SIZES if args.task == "math" else {}
     if args.resume:
@@ -1191,6 +1206,7 @@ def parse_arguments(argv=None):
         raise UserError("--order needs --eta above 0 to tell low from high")
     if args.group_size < 2 and args.advantage == "grpo":
         raise UserError("--group-size must be at least 2: GRPO compares responses within a group")
+    args.model = args.model or str(HERE / "data" / "tiny")
     return args
 
 
@@ -1246,4 +1262,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends quietly
     sys.exit(main())

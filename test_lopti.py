@@ -22,6 +22,7 @@ import re
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -1708,10 +1709,14 @@ def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
 
 
 @slow
-def test_a_terminal_without_greek(tmp_path):
+def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
     process = start("--help", tmp_path / "log", encoding="ascii")
     process.join()
     assert process.exitcode == 0 and "--alpha" in (tmp_path / "log").read_text()
+    command = [sys.executable, ROOT / "lopti.py", "--help"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()  # as `| head` does
+    assert process.stderr.read() == ""
 
 
 # -------------------------------------------------------------------- errors that a user will make
@@ -1761,7 +1766,7 @@ def places(tmp_path_factory, finished_run):
         (folder / f"{name}.flags").write_text(text)
     ended = shutil.copytree(finished_run, folder / "ended")  # as --save-every 0 leaves a run
     shutil.rmtree(ended / "checkpoints")
-    for family in HYBRIDS:
+    for family in HYBRIDS + SEE_AHEAD:
         random_model(family).save_pretrained(folder / family)
         TOKENIZER.save_pretrained(folder / family)
     named = {path.stem: path for path in folder.iterdir()}
@@ -1773,6 +1778,7 @@ def exits(completions, **columns):
 
 
 HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa", "Rwkv")  # each has layers that are not plain attention
+SEE_AHEAD = ("Bert",)  # an encoder: it sees the tokens that follow
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
@@ -1786,9 +1792,10 @@ ERRORS |= {  # the flags: what the sentence must name
     "--eval-only --data {holes}": "instead of --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
     **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
-    "@{wrong}": "in the line --alpha 2: argument --alpha: must lie between 0 and 1, not 2",
-    "@{torn}": "in the line --steps: argument --steps",
-    "@{quoted}": "in the line --name 'run",
+    **{f"--model {{{name}}}": "sees the tokens that follow" for name in SEE_AHEAD},
+    "@{wrong}": "wrong.flags, line 3: argument --alpha: must lie between 0 and 1, not 2",
+    "@{torn}": "torn.flags, line 1: argument --steps",
+    "@{quoted}": "quoted.flags, line 1",
     "@nothing.flags": "nothing.flags",
     # beyond its length π of a stretched one depends on the rest of the batch
     **{f"--model {{{x}}}": "--max-new-tokens" for x in ("short", "stretched", "longrope")},
