@@ -237,23 +237,9 @@ PUBLISHED = [
 ]
 
 
-def gradient_weight(
-    logprobs, old_logprobs, advantages, ref_logprobs, clip_low, clip_high, clip_dual, kl_coef
-):
-    """w of Eq. 2, r·Â·1[trust] + β·π_ref/π_θ - β: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ.
-
-    1[trust] is 0 where a clip takes the constant branch, the KL part outside kl_estimate's clamps.
-    """
-    ratio, difference = (logprobs - old_logprobs).exp(), ref_logprobs - logprobs
-    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
-    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
-    inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
-    return ratio * advantages * trusted + kl_coef * (difference.exp() - 1) * inside
-
-
 @pytest.mark.parametrize("case", GOLDEN["cases"] + PUBLISHED)
 def test_golden_numbers(case):
-    """Advantages, split, loss and gradient of all tokens and of both stages, to 1e-9; and Eq. 2."""
+    """Advantages, split, loss and gradient of all tokens and of both stages, to 1e-9."""
     old, new, ref = (tensor_of(case[f"{name}_logprobs"]) for name in ("old", "new", "ref"))
     mask = torch.arange(old.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
     if case.get("algorithm") == "reinforce++":
@@ -270,7 +256,6 @@ def test_golden_numbers(case):
     assert torch.equal(low, tensor_of(case["low"]).bool() & mask)
     settings = {name: case[name] for name in ("clip_low", "clip_high", "clip_dual", "kl_coef")}
     settings["ref_logprobs"] = ref
-    weight = gradient_weight(new, old, advantages, **settings)
     for stage, tokens in (("joint", mask), ("low_stage", low), ("high_stage", high)):
         expected, logprobs = case[stage], new.clone().requires_grad_()
         settings["tokens"] = tokens
@@ -278,7 +263,6 @@ def test_golden_numbers(case):
         loss.backward()
         assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
         assert close(logprobs.grad, expected["gradient"])
-        assert torch.allclose(logprobs.grad, -weight * tokens / mask.sum(), atol=1e-12, rtol=0)
         if "kl" in expected:
             clips = [expected[f"clip_{name}_share"] for name in ("low", "high", "dual")]
             ours = [stats[f"clip_ratio/{name}_mean"] for name in ("low", "high", "dual")]
@@ -743,7 +727,8 @@ def trained(policy, flags, folder):
 def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     """Two steps of `Run.train` against a loop on the sampled ids that calls nothing of lopti.py.
 
-    The weights, and every number of metrics.jsonl; the clock adds one at each look.
+    The weights, and every number of metrics.jsonl; the clock adds one at each look. Nowhere is
+    there dropout.
     """
     rollouts, original, clock = [], lopti.sample, itertools.count()
 
@@ -758,7 +743,7 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     # the rounding of entropies after the same prefix must not decide which are kept
     rounded = lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
     monkeypatch.setattr(lopti, "entropy", rounded)
-    policy = random_model(hidden_size=16, eos_token_id=ENDS).double()
+    policy = random_model(hidden_size=16, eos_token_id=ENDS, attention_dropout=0.5).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
     start, plain = copy.deepcopy(policy), copy.deepcopy(policy)
     args, metrics = trained(policy, flags, tmp_path)
@@ -776,28 +761,17 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
 
 
 def test_every_line_of_metrics_has_the_same_keys(tmp_path, monkeypatch):
-    """Also where all rewards are equal, and nothing is updated: here in the first step."""
+    """Also where all rewards are equal, and nothing is updated: here in the first step.
+
+    REINFORCE++ takes groups of one, and their deviation is 0.
+    """
     values = iter([[0.0] * 12, [0.0, 1.0] * 6])
     monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, None))
     monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(values))
-    _, (first, second) = trained(random_model(), "--kl-coef 0 --eta 0.003", tmp_path)
+    flags = "--kl-coef 0 --eta 0.003 --advantage reinforce++ --group-size 1 --prompts-per-step 12"
+    _, (first, second) = trained(random_model(), flags, tmp_path)
     assert first["optimizer_steps"] == 0 == second["skipped_steps"] < second["optimizer_steps"]
-    assert list(first) == list(second)
-
-
-def test_the_kl_at_sampling_by_hand():
-    """k3 of π_ref/π = 1/2, of 2, of 0 at the clamp, and none of a token outside the vocabulary;
-    over four response tokens; the fifth token is a prompt's. REINFORCE++ takes groups of one."""
-    old = torch.tensor([[0.5, 0.4, 0.5, 0.0, 0.5]] * 2).log()
-    ref = torch.tensor([[0.25, 0.8, 0.0, 0.5, 0.1]] * 2).log()
-    rollout, none = packed([[7], [7]], [[7] * 4] * 2), torch.zeros(2)
-    rollout.mask, rollout.old_logprobs, rollout.ref_logprobs = old.exp() < 2, old, ref
-    rollout.mask[:, 4] = False
-    args = arguments("--group-size 1 --advantage reinforce++")
-    totals = {"all": Counter(dict.fromkeys(lopti.STATISTICS, 0))}
-    metrics = lopti.step_metrics(rollout, none, none, totals, {}, args)
-    assert metrics["rollout/kl"] == pytest.approx((0.1931472 + 0.3068528 + math.exp(-5) + 4) / 4)
-    assert metrics["reward_std"] == 0
+    assert list(first) == list(second) and second["reward_std"] == 0
 
 
 def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
@@ -809,18 +783,10 @@ def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_
         part.save_pretrained(tmp_path)
     model, tokenizer = lopti.load_model(tmp_path, "cpu")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not model.training
     prompts = [f"{prompt}{tokenizer.eos_token}So Lily" for prompt in PROMPTS]
     answers = [sample(model, prompts, each).texts for each in (tokenizer, TOKENIZER)]
     assert tokenizer.pad_token == tokenizer.eos_token and answers[0] == answers[1]
-
-
-def test_no_dropout_in_training(tmp_path, monkeypatch):
-    """Neither in scoring nor in updating: the first ratio is 1 and the first KL is 0."""
-    random_model("GPT2", n_positions=128, resid_pdrop=0.5).train().save_pretrained(tmp_path / "m")
-    TOKENIZER.save_pretrained(tmp_path / "m")
-    policy, _ = lopti.load_model(tmp_path / "m", "cpu")
-    _, (line,) = trained(policy, "--steps 1 --mini-batch-size 0", tmp_path)
-    assert line["ratio_mean"] == pytest.approx(1) and line["kl"] < 1e-6 > line["rollout/kl"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
