@@ -9,7 +9,6 @@ First come the paper's equations with numbers done by hand, for a port to copy.
 import argparse
 import copy
 import doctest
-import functools
 import importlib
 import io
 import itertools
@@ -43,7 +42,6 @@ import transformers
 from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
-from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rewards
@@ -436,8 +434,9 @@ PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is 
 
 
 def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, group_size=1, temperature=0, **changes):
+    progress = changes.pop("progress", None)
     args = arguments(**{"max_new_tokens": 12, **changes})
-    return lopti.sample(model, tokenizer, prompts, group_size, temperature, args)
+    return lopti.sample(model, tokenizer, prompts, group_size, temperature, args, progress)
 
 
 @pytest.mark.parametrize(
@@ -445,7 +444,7 @@ def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, group_size=1, temperatur
 )
 def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     """In groups, three rows at a time, ended responses leaving: as plain `generate` one by one."""
-    model, cached, sizes = random_model(**MODELS[name]), [], []
+    model, cached, sizes, counted = random_model(**MODELS[name]), [], [], []
     look = lambda states, *inputs: cached.extend(states)
     spy(monkeypatch, lopti.LayerWithRoom, "update", look)
     spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
@@ -453,11 +452,13 @@ def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 70}
     settings["eos_token_id"] = lopti.end_token_ids(model, TOKENIZER)
     settings = transformers.GenerationConfig(**settings)
-    rollout = sample(model, group_size=8, sample_batch_size=3, max_new_tokens=70, dtype=dtype)
+    options = {"sample_batch_size": 3, "progress": SimpleNamespace(update=counted.append)}
+    rollout = sample(model, group_size=8, max_new_tokens=70, dtype=dtype, **options)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         answer = lambda ids: model.generate(torch.tensor([ids]), generation_config=settings)[0]
         alone = list(map(answer, prompts))
     assert {part.dtype for part in cached} == {getattr(torch, dtype)} and sizes == [3] * 8
+    assert sum(counted) == len(rollout.ids)  # each response once
     # keys and values of 2 layers in 8 batches: once for the prompts and once for each stretch
     assert len({part.untyped_storage().data_ptr() for part in cached}) <= 2 * 2 * 8 * (1 + 3)
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
@@ -817,6 +818,7 @@ def test_evaluation_counts(place, monkeypatch):
 
     def fake_sample(model, tokenizer, prompts, group_size, temperature, args, progress):
         seen.append((torch.initial_seed(), group_size, temperature))
+        assert progress.total == 5 * (1 + 4) and progress.disable  # as the output is no terminal
         number = torch.arange(len(prompts) * group_size)
         texts = ["no" if temperature and (i % 2 or i > 15) else r"\boxed{7}" for i in number]
         return SimpleNamespace(texts=texts)
@@ -916,13 +918,6 @@ def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
     assert rewards.math_reward([chat, chat[:1], []], ["7"] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl"))
-def test_kk_agrees_with_the_published_reward(path):
-    rows = read_jsonl(path)
-    ours = rewards.kk_reward([row["response"] for row in rows], [row["solution"] for row in rows])
-    assert ours == [row["score"] for row in rows] and len(rows) == 640
-
-
 def test_extract_boxed():
     contents = {
         r"\boxed{1} or \boxed{2}": "2",
@@ -1020,11 +1015,14 @@ def test_copying_the_problem_is_not_answering_it():
         assert rewards.math_reward(boxes, answers) == [0.0] * len(rows), form
 
 
-@pytest.mark.parametrize("path", shared("data/math_grading.jsonl"))
-def test_math_agrees_with_two_established_graders(path):
-    rows = read_jsonl(path)
-    ours = rewards.math_reward([row["response"] for row in rows], [row["solution"] for row in rows])
-    assert sum(score == row["correct"] for score, row in zip(ours, rows)) >= 0.98 * len(rows)
+@pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
+def test_others_give_the_same_rewards(path):
+    """The published code for every puzzle; two established graders for 98 of 100 math answers."""
+    rows, is_kk = read_jsonl(path), "kk" in path.name
+    reward = rewards.kk_reward if is_kk else rewards.math_reward
+    ours = reward([row["response"] for row in rows], [row["solution"] for row in rows])
+    same = [score == row["score" if is_kk else "correct"] for score, row in zip(ours, rows)]
+    assert sum(same) >= (1 if is_kk else 0.98) * len(rows) and (len(rows) == 640 or not is_kk)
 
 
 PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_
@@ -1239,22 +1237,17 @@ def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
     assert set(Counter(batches(20, 0)[0]).values()) == {2}  # a batch of two epochs
 
 
-def from_the_data(completions, value, prompts, **columns):
-    return [x or 0 for x in value]
+class FromTheData:  # a callable without a name of its own; other tests have plain functions
+    def __call__(self, completions, value, prompts, **columns):
+        return [x or 0 for x in value]
 
 
-class FromTheData:
-    def __call__(self, **columns):
-        return from_the_data(**columns)
+from_the_data = FromTheData()
 
 
-from_a_partial, from_an_object = functools.partial(from_the_data, more=1), FromTheData()
-
-
-@pytest.mark.parametrize("name", ["from_the_data", "from_a_partial", "from_an_object"])
-def test_a_reward_function_of_ones_own(name):
+def test_a_reward_function_of_ones_own():
     """It gets every column of every row, as in TRL; it returns one finite number a response."""
-    args = arguments(f"--reward {__name__}:{name} --solved-reward 1")
+    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
     for values in ((None, 6.5), (1, math.nan), (1, math.inf), (1, 2, 3)):
         rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
         with nullcontext() if values[0] is None else pytest.raises(lopti.UserError, match="from_"):
@@ -1352,10 +1345,13 @@ def test_every_default_and_both_files_of_flags_are_these(flags):
     assert arguments(f"{flags} --steps 9").steps == 9  # a later flag wins
 
 
-def test_help_names_every_flag_and_the_pages_no_other(capsys):
+def test_help_names_every_flag_and_the_pages_no_other(monkeypatch):
+    """Also on a terminal that has no α."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
     with pytest.raises(SystemExit):
         lopti.main(["--help"])
-    text = capsys.readouterr().out
+    text = terminal.buffer.getvalue().decode()
     for name in vars(arguments()).keys() - lopti.CONSTANTS:
         assert "--" + name.replace("_", "-") in text
     pages = (ROOT / "README.md", ROOT / "data" / "GUIDE.md")
@@ -1413,19 +1409,6 @@ def main(flags):
     return lopti.main(flags.split())
 
 
-def run_and_log(flags, log, encoding):
-    with open(log, "w", encoding=encoding) as sys.stdout:
-        sys.stderr = sys.stdout
-        sys.exit(main(flags))
-
-
-def start(flags, log, encoding="utf-8"):
-    """The program in a process of its own, which can be killed."""
-    process = PROCESSES.Process(target=run_and_log, args=(flags, log, encoding))
-    process.start()
-    return process
-
-
 def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").glob("*"))
 
@@ -1481,17 +1464,6 @@ def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
     )
 
 
-def test_an_evaluation_shows_how_far_it_is(monkeypatch):
-    """Each answer counts once; the bar is not there where the output is no terminal."""
-    rows = [data_row("Who?", "1"), data_row("What is it?", "1")]
-    args, made = arguments("--task math --max-new-tokens 40 --sample-batch-size 4"), []
-    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: made.append(bar))
-    counted = []
-    monkeypatch.setattr(tqdm, "update", lambda bar, n: counted.append(n))
-    lopti.evaluate(random_model(), TOKENIZER, rows, args)
-    assert made[0].total == sum(counted) == 10 and made[0].disable
-
-
 def test_what_a_run_leaves_behind(finished_run):
     steps = read_jsonl(finished_run / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
@@ -1523,7 +1495,8 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     folder, rng = tmp_path / "killed", random.Random(seed)
     flags = FLAGS + f"--name killed --output {tmp_path}"
     for _ in range(2 if seed else 0):
-        process = start(flags, tmp_path / "log")
+        process = PROCESSES.Process(target=main, args=(flags,))
+        process.start()
         while not (folder / "config.json").exists():
             assert process.is_alive()
             time.sleep(0.01)
@@ -1682,10 +1655,7 @@ def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
 
 
 @slow
-def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
-    process = start("--help", tmp_path / "log", encoding="ascii")
-    process.join()
-    assert process.exitcode == 0 and "--alpha" in (tmp_path / "log").read_text()
+def test_a_reader_that_leaves():
     command = [sys.executable, ROOT / "lopti.py", "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()  # as `| head` does
