@@ -25,7 +25,6 @@ import subprocess
 import sys
 import threading
 import time
-from ast import literal_eval
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -51,7 +50,6 @@ TINY = ROOT / "data" / "tiny"
 sys.path[:0] = [str(ROOT / "data" / folder) for folder in ("make", "lab")]
 
 import golden
-import puzzles
 import theory
 
 slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
@@ -266,17 +264,6 @@ def test_golden_numbers(case):
             ours = [stats[f"clip_ratio/{name}_mean"] for name in ("low", "high", "dual")]
             assert stats["kl"] == pytest.approx(expected["kl"], abs=1e-9)
             assert ours == pytest.approx(clips)
-
-
-def test_golden_file_is_what_its_script_writes(monkeypatch, capsys):
-    """Recomputed token by token in plain Python; and the cases do reach every clip."""
-    written = []
-    write = lambda path, text, encoding: written.append(text)
-    monkeypatch.setattr(golden.Path, "write_text", write)
-    golden.main()
-    assert json.loads(written[0]) == GOLDEN
-    for name in ("low", "high", "dual"):
-        assert any(case["joint"][f"clip_{name}_share"] > 0 for case in GOLDEN["cases"])
 
 
 class Bigrams(torch.nn.Module):  # row i of its table holds the logits after token i
@@ -1004,17 +991,6 @@ def test_answers_match(table, right):
     assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
 
 
-def test_copying_the_problem_is_not_answering_it():
-    rows = [row for use in ("train", "test") for row in read_jsonl(ROOT / f"data/math_{use}.jsonl")]
-    assert len({row["problem"] for row in rows}) == len(rows)  # training and evaluation disjoint
-    check_vocabulary([row[key] for row in rows for key in ("problem", "answer")])
-    answers = [row["answer"] for row in rows]
-    copies = [row["problem"].removeprefix("What is ").removesuffix("?") for row in rows]
-    for form in ("%s", "x = (%s)", r"\frac{%s}{1}\text{ cm}", "%s+0"):
-        boxes = [f"\\boxed{{{form % copy}}}" for copy in copies]
-        assert rewards.math_reward(boxes, answers) == [0.0] * len(rows), form
-
-
 @pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
 def test_others_give_the_same_rewards(path):
     """The published code for every puzzle; two established graders for 98 of 100 math answers."""
@@ -1022,7 +998,7 @@ def test_others_give_the_same_rewards(path):
     reward = rewards.kk_reward if is_kk else rewards.math_reward
     ours = reward([row["response"] for row in rows], [row["solution"] for row in rows])
     same = [score == row["score" if is_kk else "correct"] for score, row in zip(ours, rows)]
-    assert sum(same) >= (1 if is_kk else 0.98) * len(rows) and (len(rows) == 640 or not is_kk)
+    assert sum(same) >= (640 if is_kk else 0.98 * len(rows))
 
 
 PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_
@@ -1252,60 +1228,6 @@ def test_a_reward_function_of_ones_own():
         rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
         with nullcontext() if values[0] is None else pytest.raises(lopti.UserError, match="from_"):
             assert lopti.compute_rewards(["a", "b"], rows, args) == [0.0, 6.5]
-
-
-def check_vocabulary(texts):
-    ids = TOKENIZER(texts, add_special_tokens=False)["input_ids"]
-    assert TOKENIZER.batch_decode(ids) == texts
-    assert not any(TOKENIZER.unk_token_id in row for row in ids)
-
-
-REAL = [f"kk_{people}ppl.jsonl" for people in range(3, 8)]
-REAL += ["gsm8k.jsonl", "math.jsonl", "verl_math.parquet", "verl_kk.parquet"]
-
-
-FILES = [
-    ROOT / "data" / f"{task}_{use}.jsonl" for task in ("kk", "math") for use in ("train", "test")
-]
-FILES += shared(*(f"data/{name}" for name in REAL))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_real_files_grade_themselves(path, capsys):
-    """Of each hundred solutions the reward reads 99, and gives full marks to a copy of one."""
-    args = arguments("--people 2 3 4 5 6 7 --max-prompt-length 1000000")
-    args.task = "kk" if "kk" in path.name else "math"
-    rows = rewards.load_rows(path, args, TOKENIZER)
-    left_out = re.search(r"(\d+) left out", capsys.readouterr().out)
-    assert len(rows) >= 99 * int(left_out[1] if left_out else 0) and rows
-    if "ppl" in path.name:
-        check_vocabulary([row["columns"]["quiz"] for row in rows])
-
-
-def is_true(sentence, roles):
-    """Of 'If A is a knave then B is not a knight' and the like: read from the text alone."""
-    truth = lambda fact: str((roles[fact[1]] == fact[3]) != bool(fact[2]))
-    logic = re.sub(r"(\w+) is (not )?a (\w+)", truth, sentence).replace("if and only if", "==")
-    return logic != "If True then False" if logic.startswith("If ") else eval(logic)
-
-
-def test_committed_puzzles_are_all_different_and_have_one_solution():
-    """Counted by brute force on the text itself, not on the generator's claims."""
-    rows = [row for use in ("train", "test") for row in read_jsonl(ROOT / f"data/kk_{use}.jsonl")]
-    assert len({row["quiz"] for row in rows}) == len(rows)
-    check_vocabulary([row["quiz"] for row in rows])
-    rng = random.Random(0)
-    for row in rng.sample(rows, 200):
-        claims, solutions = literal_eval(row["statements"]), []
-        said = [puzzles.claim_text(claim, row["names"]) for claim in claims]
-        assert all(sentence in row["quiz"] for sentence in said)
-        for values in itertools.product((True, False), repeat=len(said)):
-            roles = {name: puzzles.role(value) for name, value in zip(row["names"], values)}
-            if tuple(is_true(sentence, roles) for sentence in said) == values:
-                solutions.append(list(values))
-        assert solutions == [row["solution"]]
-        text = puzzles.worked_solution(rng, row["names"], claims)
-        assert rewards.kk_reward([text], [row["solution_text_format"]]) == [3.0]
 
 
 # ------------------------------------------------------------------------------ flags and runs
@@ -1783,7 +1705,7 @@ def test_out_of_memory_and_a_model_that_cannot_sample(name, run_copy, monkeypatc
     assert named in refused(capsys, f"--resume {run_copy} --steps 6")
 
 
-@pytest.mark.parametrize("module", ["lopti", "rewards", "smollm2"])
+@pytest.mark.parametrize("module", ["lopti", "rewards"])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted and not result.failed
