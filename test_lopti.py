@@ -1365,12 +1365,11 @@ def run_copy(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run, tmp_path / "copy"))
 
 
-def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
+def test_what_a_run_tells_at_its_end(capsys):
     """By hand: the shortest puzzle that became right, without reasoning; lines of numbers."""
     rows = [{"asked": text} for text in ("long, became right", "became right", "was right", "")]
-    before, after = (
-        [[("<think></think> b", x)] for x in xs] for xs in ([-3, 0, 3, 0], [3, 3, 3, 0])
-    )
+    answers = lambda *rewards: [[("<think></think> b", reward)] for reward in rewards]
+    before, after = answers(-3, 0, 3, 0), answers(3, 3, 3, 0)
     lopti.show_learned(rows, before, after, arguments())
     assert capsys.readouterr().out.splitlines()[2:] == ["became right", "before: b", "after:  b"]
     lopti.show_learned(rows[2:], before[2:], after[2:], arguments())
@@ -1380,10 +1379,8 @@ def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
     assert text[0].endswith("▃▅█ 0.25 → 1.00") and "12 and 50 % of the tokens" in text[1]
     for line, norm in zip(lines, (0.5, 0.6, 0.7)):
         line |= {"grad_norm/low": norm, "grad_norm/high": norm / 2}
-    assert (
-        "length 0.50 and 0.70, that of all other tokens 0.25 and 0.35"
-        in (lopti.paper_in_numbers(lines, 0.5).splitlines()[2])
-    )
+    text = lopti.paper_in_numbers(lines, 0.5).splitlines()
+    assert "length 0.50 and 0.70, that of all other tokens 0.25 and 0.35" in text[2]
 
 
 def test_what_a_run_leaves_behind(finished_run):
@@ -1460,14 +1457,6 @@ def test_asked_to_stop_it_saves(stop, finished_run, tmp_path, monkeypatch, capsy
     assert main(f"--resume {folder}") == 0
     assert_same_run(folder, finished_run)
     assert checkpoints(folder) == ["step-000002"] * (steps == 2)  # --save-every 0: no other
-
-
-@slow
-def test_more_steps_with_resume(finished_run, tmp_path):
-    """2 steps and then 2 more are 4 steps, however often there are evaluations."""
-    assert main(FLAGS + f"--steps 2 --eval-every 1 --name two --output {tmp_path}") == 0
-    assert main(f"--resume {tmp_path / 'two'} --steps 4") == 0
-    assert lasting_metrics(tmp_path / "two") == lasting_metrics(finished_run)
 
 
 def refused(capsys, flags):
@@ -1592,10 +1581,8 @@ def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
-    write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
     write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
-    write_jsonl(folder / "surrogate.jsonl", [{"prompt": "\ud800", "solution": LILY}])
     write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
     good = json.dumps(puzzle)
     (folder / "broken.jsonl").write_text(f'{good}\n\n{{"quiz": "torn"\n{good}\n')
@@ -1645,12 +1632,11 @@ ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
     "--without-bias --alpha 0 --eta 0": "--alpha or --eta",
-    "--data {silent}": "data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt or a solution",
-    "--data {surrogate}": "half a character",
+    "--data {silent}": "silent.jsonl, see data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt",
     "--data {empty}": "no rows",
     "--data {notes}": "jsonl, json, csv or parquet",
     "--data {taken}": "column completions",
-    "--eval-only --data {holes}": "instead of --data",
+    "--eval-only --data {empty}": "instead of --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
     **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
     **{f"--model {{{name}}}": "causal" for name in SEE_AHEAD},
@@ -1662,7 +1648,6 @@ ERRORS |= {  # the flags: what the sentence must name
     "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
     "--model {narrow}": "embedding",
     "--model {own}": "custom code",
-    "--data {holes}": "holes.jsonl",
     "--eval-data {broken}": "line 3",
     "--reward nothing_there:f": "nothing_there",
     "--reward math:pi": "must be callable",
