@@ -9,7 +9,6 @@ First come the paper's equations with numbers done by hand, for a port to copy.
 import argparse
 import copy
 import doctest
-import functools
 import importlib
 import io
 import itertools
@@ -26,7 +25,6 @@ import subprocess
 import sys
 import threading
 import time
-from ast import literal_eval
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
@@ -52,7 +50,6 @@ TINY = ROOT / "data" / "tiny"
 sys.path[:0] = [str(ROOT / "data" / folder) for folder in ("make", "lab")]
 
 import golden
-import puzzles
 import theory
 
 slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
@@ -236,23 +233,9 @@ PUBLISHED = [
 ]
 
 
-def gradient_weight(
-    logprobs, old_logprobs, advantages, ref_logprobs, clip_low, clip_high, clip_dual, kl_coef
-):
-    """w of Eq. 2, r·Â·1[trust] + β·π_ref/π_θ - β: the gradient of Eq. 1 is 1/N Σ w·∇log π_θ.
-
-    1[trust] is 0 where a clip takes the constant branch, the KL part outside kl_estimate's clamps.
-    """
-    ratio, difference = (logprobs - old_logprobs).exp(), ref_logprobs - logprobs
-    too_low, too_high = ratio < 1 - clip_low, ratio > 1 + clip_high
-    trusted = torch.where(advantages > 0, ~too_high, ~too_low & (ratio < clip_dual))
-    inside = (difference.abs() < 5) & (difference.exp() - difference - 1 < 10)
-    return ratio * advantages * trusted + kl_coef * (difference.exp() - 1) * inside
-
-
 @pytest.mark.parametrize("case", GOLDEN["cases"] + PUBLISHED)
 def test_golden_numbers(case):
-    """Advantages, split, loss and gradient of all tokens and of both stages, to 1e-9; and Eq. 2."""
+    """Advantages, split, loss and gradient of all tokens and of both stages, to 1e-9."""
     old, new, ref = (tensor_of(case[f"{name}_logprobs"]) for name in ("old", "new", "ref"))
     mask = torch.arange(old.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
     if case.get("algorithm") == "reinforce++":
@@ -269,7 +252,6 @@ def test_golden_numbers(case):
     assert torch.equal(low, tensor_of(case["low"]).bool() & mask)
     settings = {name: case[name] for name in ("clip_low", "clip_high", "clip_dual", "kl_coef")}
     settings["ref_logprobs"] = ref
-    weight = gradient_weight(new, old, advantages, **settings)
     for stage, tokens in (("joint", mask), ("low_stage", low), ("high_stage", high)):
         expected, logprobs = case[stage], new.clone().requires_grad_()
         settings["tokens"] = tokens
@@ -277,23 +259,11 @@ def test_golden_numbers(case):
         loss.backward()
         assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
         assert close(logprobs.grad, expected["gradient"])
-        assert torch.allclose(logprobs.grad, -weight * tokens / mask.sum(), atol=1e-12, rtol=0)
         if "kl" in expected:
             clips = [expected[f"clip_{name}_share"] for name in ("low", "high", "dual")]
             ours = [stats[f"clip_ratio/{name}_mean"] for name in ("low", "high", "dual")]
             assert stats["kl"] == pytest.approx(expected["kl"], abs=1e-9)
             assert ours == pytest.approx(clips)
-
-
-def test_golden_file_is_what_its_script_writes(monkeypatch, capsys):
-    """Recomputed token by token in plain Python; and the cases do reach every clip."""
-    written = []
-    write = lambda path, text, encoding: written.append(text)
-    monkeypatch.setattr(golden.Path, "write_text", write)
-    golden.main()
-    assert json.loads(written[0]) == GOLDEN
-    for name in ("low", "high", "dual"):
-        assert any(case["joint"][f"clip_{name}_share"] > 0 for case in GOLDEN["cases"])
 
 
 class Bigrams(torch.nn.Module):  # row i of its table holds the logits after token i
@@ -460,7 +430,7 @@ def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, group_size=1, temperatur
 )
 def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     """In groups, three rows at a time, ended responses leaving: as plain `generate` one by one."""
-    model, cached, sizes = random_model(**MODELS[name]), [], []
+    model, cached, sizes, bars = random_model(**MODELS[name]), [], [], []
     look = lambda states, *inputs: cached.extend(states)
     spy(monkeypatch, lopti.LayerWithRoom, "update", look)
     spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
@@ -468,11 +438,13 @@ def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 70}
     settings["eos_token_id"] = lopti.end_token_ids(model, TOKENIZER)
     settings = transformers.GenerationConfig(**settings)
+    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: bars.append((bar.total, bar.disable)))
     rollout = sample(model, group_size=8, sample_batch_size=3, max_new_tokens=70, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         answer = lambda ids: model.generate(torch.tensor([ids]), generation_config=settings)[0]
         alone = list(map(answer, prompts))
     assert {part.dtype for part in cached} == {getattr(torch, dtype)} and sizes == [3] * 8
+    assert bars == [(8, True)]  # a step for each batch; not where the output is no terminal
     # keys and values of 2 layers in 8 batches: once for the prompts and once for each stretch
     assert len({part.untyped_storage().data_ptr() for part in cached}) <= 2 * 2 * 8 * (1 + 3)
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
@@ -742,7 +714,8 @@ def trained(policy, flags, folder):
 def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     """Two steps of `Run.train` against a loop on the sampled ids that calls nothing of lopti.py.
 
-    The weights, and every number of metrics.jsonl; the clock adds one at each look.
+    The weights, and every number of metrics.jsonl; the clock adds one at each look. Nowhere is
+    there dropout.
     """
     rollouts, original, clock = [], lopti.sample, itertools.count()
 
@@ -757,7 +730,7 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     # the rounding of entropies after the same prefix must not decide which are kept
     rounded = lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
     monkeypatch.setattr(lopti, "entropy", rounded)
-    policy = random_model(hidden_size=16, eos_token_id=ENDS).double()
+    policy = random_model(hidden_size=16, eos_token_id=ENDS, attention_dropout=0.5).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
     start, plain = copy.deepcopy(policy), copy.deepcopy(policy)
     args, metrics = trained(policy, flags, tmp_path)
@@ -775,28 +748,17 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
 
 
 def test_every_line_of_metrics_has_the_same_keys(tmp_path, monkeypatch):
-    """Also where all rewards are equal, and nothing is updated: here in the first step."""
+    """Also where all rewards are equal, and nothing is updated: here in the first step.
+
+    REINFORCE++ takes groups of one, and their deviation is 0.
+    """
     values = iter([[0.0] * 12, [0.0, 1.0] * 6])
     monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, None))
     monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(values))
-    _, (first, second) = trained(random_model(), "--kl-coef 0 --eta 0.003", tmp_path)
+    flags = "--kl-coef 0 --eta 0.003 --advantage reinforce++ --group-size 1 --prompts-per-step 12"
+    _, (first, second) = trained(random_model(), flags, tmp_path)
     assert first["optimizer_steps"] == 0 == second["skipped_steps"] < second["optimizer_steps"]
-    assert list(first) == list(second)
-
-
-def test_the_kl_at_sampling_by_hand():
-    """k3 of π_ref/π = 1/2, of 2, of 0 at the clamp, and none of a token outside the vocabulary;
-    over four response tokens; the fifth token is a prompt's. REINFORCE++ takes groups of one."""
-    old = torch.tensor([[0.5, 0.4, 0.5, 0.0, 0.5]] * 2).log()
-    ref = torch.tensor([[0.25, 0.8, 0.0, 0.5, 0.1]] * 2).log()
-    rollout, none = packed([[7], [7]], [[7] * 4] * 2), torch.zeros(2)
-    rollout.mask, rollout.old_logprobs, rollout.ref_logprobs = old.exp() < 2, old, ref
-    rollout.mask[:, 4] = False
-    args = arguments("--group-size 1 --advantage reinforce++")
-    totals = {"all": Counter(dict.fromkeys(lopti.STATISTICS, 0))}
-    metrics = lopti.step_metrics(rollout, none, none, totals, {}, args)
-    assert metrics["rollout/kl"] == pytest.approx((0.1931472 + 0.3068528 + math.exp(-5) + 4) / 4)
-    assert metrics["reward_std"] == 0
+    assert list(first) == list(second) and second["reward_std"] == 0
 
 
 def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
@@ -808,18 +770,10 @@ def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_
         part.save_pretrained(tmp_path)
     model, tokenizer = lopti.load_model(tmp_path, "cpu")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not model.training
     prompts = [f"{prompt}{tokenizer.eos_token}So Lily" for prompt in PROMPTS]
     answers = [sample(model, prompts, each).texts for each in (tokenizer, TOKENIZER)]
     assert tokenizer.pad_token == tokenizer.eos_token and answers[0] == answers[1]
-
-
-def test_no_dropout_in_training(tmp_path, monkeypatch):
-    """Neither in scoring nor in updating: the first ratio is 1 and the first KL is 0."""
-    random_model("GPT2", n_positions=128, resid_pdrop=0.5).train().save_pretrained(tmp_path / "m")
-    TOKENIZER.save_pretrained(tmp_path / "m")
-    policy, _ = lopti.load_model(tmp_path / "m", "cpu")
-    _, (line,) = trained(policy, "--steps 1 --mini-batch-size 0", tmp_path)
-    assert line["ratio_mean"] == pytest.approx(1) and line["kl"] < 1e-6 > line["rollout/kl"]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -949,13 +903,6 @@ def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
     assert rewards.math_reward([chat, chat[:1], []], ["7"] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl"))
-def test_kk_agrees_with_the_published_reward(path):
-    rows = read_jsonl(path)
-    ours = rewards.kk_reward([row["response"] for row in rows], [row["solution"] for row in rows])
-    assert ours == [row["score"] for row in rows] and len(rows) == 640
-
-
 def test_extract_boxed():
     contents = {
         r"\boxed{1} or \boxed{2}": "2",
@@ -1042,22 +989,14 @@ def test_answers_match(table, right):
     assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
 
 
-def test_copying_the_problem_is_not_answering_it():
-    rows = [row for use in ("train", "test") for row in read_jsonl(ROOT / f"data/math_{use}.jsonl")]
-    assert len({row["problem"] for row in rows}) == len(rows)  # training and evaluation disjoint
-    check_vocabulary([row[key] for row in rows for key in ("problem", "answer")])
-    answers = [row["answer"] for row in rows]
-    copies = [row["problem"].removeprefix("What is ").removesuffix("?") for row in rows]
-    for form in ("%s", "x = (%s)", r"\frac{%s}{1}\text{ cm}", "%s+0"):
-        boxes = [f"\\boxed{{{form % copy}}}" for copy in copies]
-        assert rewards.math_reward(boxes, answers) == [0.0] * len(rows), form
-
-
-@pytest.mark.parametrize("path", shared("data/math_grading.jsonl"))
-def test_math_agrees_with_two_established_graders(path):
-    rows = read_jsonl(path)
-    ours = rewards.math_reward([row["response"] for row in rows], [row["solution"] for row in rows])
-    assert sum(score == row["correct"] for score, row in zip(ours, rows)) >= 0.98 * len(rows)
+@pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
+def test_others_give_the_same_rewards(path):
+    """The published code for every puzzle; two established graders for 98 of 100 math answers."""
+    rows, is_kk = read_jsonl(path), "kk" in path.name
+    reward = rewards.kk_reward if is_kk else rewards.math_reward
+    ours = reward([row["response"] for row in rows], [row["solution"] for row in rows])
+    same = [score == row["score" if is_kk else "correct"] for score, row in zip(ours, rows)]
+    assert sum(same) >= (640 if is_kk else 0.98 * len(rows))
 
 
 PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_
@@ -1272,80 +1211,21 @@ def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
     assert set(Counter(batches(20, 0)[0]).values()) == {2}  # a batch of two epochs
 
 
-def from_the_data(completions, value, prompts, **columns):
-    return [x or 0 for x in value]
+class FromTheData:  # a callable without a name of its own; other tests have plain functions
+    def __call__(self, completions, value, prompts, **columns):
+        return [x or 0 for x in value]
 
 
-class FromTheData:
-    def __call__(self, **columns):
-        return from_the_data(**columns)
+from_the_data = FromTheData()
 
 
-from_a_partial, from_an_object = functools.partial(from_the_data, more=1), FromTheData()
-
-
-@pytest.mark.parametrize("name", ["from_the_data", "from_a_partial", "from_an_object"])
-def test_a_reward_function_of_ones_own(name):
+def test_a_reward_function_of_ones_own():
     """It gets every column of every row, as in TRL; it returns one finite number a response."""
-    args = arguments(f"--reward {__name__}:{name} --solved-reward 1")
+    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
     for values in ((None, 6.5), (1, math.nan), (1, math.inf), (1, 2, 3)):
         rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
         with nullcontext() if values[0] is None else pytest.raises(lopti.UserError, match="from_"):
             assert lopti.compute_rewards(["a", "b"], rows, args) == [0.0, 6.5]
-
-
-def check_vocabulary(texts):
-    ids = TOKENIZER(texts, add_special_tokens=False)["input_ids"]
-    assert TOKENIZER.batch_decode(ids) == texts
-    assert not any(TOKENIZER.unk_token_id in row for row in ids)
-
-
-REAL = [f"kk_{people}ppl.jsonl" for people in range(3, 8)]
-REAL += ["gsm8k.jsonl", "math.jsonl", "verl_math.parquet", "verl_kk.parquet"]
-
-
-FILES = [
-    ROOT / "data" / f"{task}_{use}.jsonl" for task in ("kk", "math") for use in ("train", "test")
-]
-FILES += shared(*(f"data/{name}" for name in REAL))
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_real_files_grade_themselves(path, capsys):
-    """Of each hundred solutions the reward reads 99, and gives full marks to a copy of one."""
-    args = arguments("--people 2 3 4 5 6 7 --max-prompt-length 1000000")
-    args.task = "kk" if "kk" in path.name else "math"
-    rows = rewards.load_rows(path, args, TOKENIZER)
-    left_out = re.search(r"(\d+) left out", capsys.readouterr().out)
-    assert len(rows) >= 99 * int(left_out[1] if left_out else 0) and rows
-    if "ppl" in path.name:
-        check_vocabulary([row["columns"]["quiz"] for row in rows])
-
-
-def is_true(sentence, roles):
-    """Of 'If A is a knave then B is not a knight' and the like: read from the text alone."""
-    truth = lambda fact: str((roles[fact[1]] == fact[3]) != bool(fact[2]))
-    logic = re.sub(r"(\w+) is (not )?a (\w+)", truth, sentence).replace("if and only if", "==")
-    return logic != "If True then False" if logic.startswith("If ") else eval(logic)
-
-
-def test_committed_puzzles_are_all_different_and_have_one_solution():
-    """Counted by brute force on the text itself, not on the generator's claims."""
-    rows = [row for use in ("train", "test") for row in read_jsonl(ROOT / f"data/kk_{use}.jsonl")]
-    assert len({row["quiz"] for row in rows}) == len(rows)
-    check_vocabulary([row["quiz"] for row in rows])
-    rng = random.Random(0)
-    for row in rng.sample(rows, 200):
-        claims, solutions = literal_eval(row["statements"]), []
-        said = [puzzles.claim_text(claim, row["names"]) for claim in claims]
-        assert all(sentence in row["quiz"] for sentence in said)
-        for values in itertools.product((True, False), repeat=len(said)):
-            roles = {name: puzzles.role(value) for name, value in zip(row["names"], values)}
-            if tuple(is_true(sentence, roles) for sentence in said) == values:
-                solutions.append(list(values))
-        assert solutions == [row["solution"]]
-        text = puzzles.worked_solution(rng, row["names"], claims)
-        assert rewards.kk_reward([text], [row["solution_text_format"]]) == [3.0]
 
 
 # ------------------------------------------------------------------------------ flags and runs
@@ -1385,10 +1265,13 @@ def test_every_default_and_both_files_of_flags_are_these(flags):
     assert arguments(f"{flags} --steps 9").steps == 9  # a later flag wins
 
 
-def test_help_names_every_flag_and_the_pages_no_other(capsys):
+def test_help_names_every_flag_and_the_pages_no_other(monkeypatch):
+    """Also on a terminal that has no α."""
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    monkeypatch.setattr(sys, "stdout", terminal)
     with pytest.raises(SystemExit):
         lopti.main(["--help"])
-    text = capsys.readouterr().out
+    text = terminal.buffer.getvalue().decode()
     for name in vars(arguments()).keys() - lopti.CONSTANTS:
         assert "--" + name.replace("_", "-") in text
     pages = (ROOT / "README.md", ROOT / "data" / "GUIDE.md")
@@ -1446,19 +1329,6 @@ def main(flags):
     return lopti.main(flags.split())
 
 
-def run_and_log(flags, log, encoding):
-    with open(log, "w", encoding=encoding) as sys.stdout:
-        sys.stderr = sys.stdout
-        sys.exit(main(flags))
-
-
-def start(flags, log, encoding="utf-8"):
-    """The program in a process of its own, which can be killed."""
-    process = PROCESSES.Process(target=run_and_log, args=(flags, log, encoding))
-    process.start()
-    return process
-
-
 def checkpoints(folder):
     return sorted(path.name for path in (folder / "checkpoints").glob("*"))
 
@@ -1493,12 +1363,11 @@ def run_copy(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run, tmp_path / "copy"))
 
 
-def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
+def test_what_a_run_tells_at_its_end(capsys):
     """By hand: the shortest puzzle that became right, without reasoning; lines of numbers."""
     rows = [{"asked": text} for text in ("long, became right", "became right", "was right", "")]
-    before, after = (
-        [[("<think></think> b", x)] for x in xs] for xs in ([-3, 0, 3, 0], [3, 3, 3, 0])
-    )
+    answers = lambda *rewards: [[("<think></think> b", reward)] for reward in rewards]
+    before, after = answers(-3, 0, 3, 0), answers(3, 3, 3, 0)
     lopti.show_learned(rows, before, after, arguments())
     assert capsys.readouterr().out.splitlines()[2:] == ["became right", "before: b", "after:  b"]
     lopti.show_learned(rows[2:], before[2:], after[2:], arguments())
@@ -1508,18 +1377,8 @@ def test_what_a_run_tells_at_its_end(monkeypatch, capsys):
     assert text[0].endswith("▃▅█ 0.25 → 1.00") and "12 and 50 % of the tokens" in text[1]
     for line, norm in zip(lines, (0.5, 0.6, 0.7)):
         line |= {"grad_norm/low": norm, "grad_norm/high": norm / 2}
-    assert (
-        "length 0.50 and 0.70, that of all other tokens 0.25 and 0.35"
-        in (lopti.paper_in_numbers(lines, 0.5).splitlines()[2])
-    )
-
-
-def test_sampling_shows_how_far_it_is(monkeypatch):
-    """A bar of the batches; it is not there where the output is no terminal."""
-    made = []
-    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: made.append(bar))
-    sample(random_model(), group_size=4, sample_batch_size=5, max_new_tokens=2)
-    assert made[0].total == 3 and made[0].disable
+    text = lopti.paper_in_numbers(lines, 0.5).splitlines()
+    assert "length 0.50 and 0.70, that of all other tokens 0.25 and 0.35" in text[2]
 
 
 def test_what_a_run_leaves_behind(finished_run):
@@ -1552,7 +1411,8 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     folder, rng = tmp_path / "killed", random.Random(seed)
     flags = FLAGS + f"--name killed --output {tmp_path}"
     for _ in range(2 if seed else 0):
-        process = start(flags, tmp_path / "log")
+        process = PROCESSES.Process(target=main, args=(flags,))
+        process.start()
         while not (folder / "config.json").exists():
             assert process.is_alive()
             time.sleep(0.01)
@@ -1592,14 +1452,6 @@ def test_asked_to_stop_it_saves(stop, finished_run, tmp_path, monkeypatch, capsy
     assert main(f"--resume {folder}") == 0
     assert_same_run(folder, finished_run)
     assert checkpoints(folder) == ["step-000002"] * (steps == 2)  # --save-every 0: no other
-
-
-@slow
-def test_more_steps_with_resume(finished_run, tmp_path):
-    """2 steps and then 2 more are 4 steps, however often there are evaluations."""
-    assert main(FLAGS + f"--steps 2 --eval-every 1 --name two --output {tmp_path}") == 0
-    assert main(f"--resume {tmp_path / 'two'} --steps 4") == 0
-    assert lasting_metrics(tmp_path / "two") == lasting_metrics(finished_run)
 
 
 def refused(capsys, flags):
@@ -1709,10 +1561,7 @@ def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
 
 
 @slow
-def test_a_terminal_without_greek_and_a_reader_that_leaves(tmp_path):
-    process = start("--help", tmp_path / "log", encoding="ascii")
-    process.join()
-    assert process.exitcode == 0 and "--alpha" in (tmp_path / "log").read_text()
+def test_a_reader_that_leaves():
     command = [sys.executable, ROOT / "lopti.py", "--help"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.close()  # as `| head` does
@@ -1727,10 +1576,8 @@ def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
-    write_jsonl(folder / "holes.jsonl", [puzzle, {"quiz": "Who?"}])
     write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
-    write_jsonl(folder / "surrogate.jsonl", [{"prompt": "\ud800", "solution": LILY}])
     write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
     good = json.dumps(puzzle)
     (folder / "broken.jsonl").write_text(f'{good}\n\n{{"quiz": "torn"\n{good}\n')
@@ -1784,12 +1631,11 @@ NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
-    "--data {silent}": "data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt or a solution",
-    "--data {surrogate}": "half a character",
+    "--data {silent}": "silent.jsonl, see data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt",
     "--data {empty}": "no rows",
     "--data {notes}": "jsonl, json, csv or parquet",
     "--data {taken}": "column completions",
-    "--eval-only --data {holes}": "instead of --data",
+    "--eval-only --data {empty}": "instead of --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
     **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
     **{f"--model {{{name}}}": "sees the tokens that follow" for name in SEE_AHEAD},
@@ -1802,7 +1648,6 @@ ERRORS |= {  # the flags: what the sentence must name
     "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
     "--model {narrow}": "embedding",
     "--model {own}": "custom code",
-    "--data {holes}": "holes.jsonl",
     "--eval-data {broken}": "line 3",
     "--reward nothing_there:f": "nothing_there",
     "--reward math:pi": "must be callable",
@@ -1844,7 +1689,7 @@ def test_out_of_memory_and_a_model_that_cannot_sample(name, run_copy, monkeypatc
     assert named in refused(capsys, f"--resume {run_copy} --steps 6")
 
 
-@pytest.mark.parametrize("module", ["lopti", "rewards", "smollm2"])
+@pytest.mark.parametrize("module", ["lopti", "rewards"])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted and not result.failed
