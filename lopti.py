@@ -1225,7 +1225,7 @@ def run_command(args):
     with suppress(ValueError):  # of any thread but the main one
         for asking in (signal.SIGINT, signal.SIGTERM):
             signal.signal(asking, run.ask_to_stop)
-    print(f"steps {run.step + 1} to {args.steps} on {policy.device}, {run.folder}")
+    print(f"Steps {run.step + 1} to {args.steps} on {policy.device}, into {run.folder}")
     run.train(reference, train_rows, eval_rows)
     with replaced_at_once(run.folder / "final") as folder:
         policy.save_pretrained(folder)
