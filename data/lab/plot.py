@@ -92,23 +92,6 @@ def draw_two_views(lines, methods, titles):
     return figure
 
 
-def draw_diagnosis(found, alphas, title):
-    """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
-    bins, gains = ("π<.25", "<.5", "<.75", "π≥.75"), [f"α = {alpha:g}" for alpha in alphas]
-    panels = {  # a number: its question, what its entries are
-        "‖gradient‖ (of all tokens: 1)": ("Does it have the problem?", bins),
-        "gain in %, measured": ("Would AR help?", gains),
-        "an optimizer for each pass": ("Would Lopti help?", ("gain in %, predicted", "measured")),
-    }
-    figure, axes = canvas(3)
-    for axis, (name, (question, entries)) in zip(axes, panels.items()):
-        axis.errorbar(entries, *found[name], fmt="o", capsize=4)
-        axis.axhline(0, color="black", linewidth=1)
-        axis.set(title=question, ylabel=name, xmargin=0.3)
-    figure.suptitle(title)
-    return figure
-
-
 DRAWN = {"AR, α = 1": "AR α = 1", "AR, α = .3": "AR"} | {x: x for x in ("Lopti", RANDOM, TWO)}
 WORLDS = {  # the three of world.py that are drawn
     "unlikely wording, unit steps": "Signal at likelier tokens:\nthey lead",
