@@ -242,18 +242,15 @@ def moves(policy, batch, args, norm):
     all, whose gradient has the norm `norm`, is as long as a fresh AdamW's.
     """
     args = changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
+    if policy.num_parameters() < 5e7 and policy.device.type != "mps":  # likely tokens move little
+        policy, args.dtype = copy.deepcopy(policy).double(), "float32"
+        policy.set_experts_implementation("eager")  # grouped ones take no float64
+    exactly = changed(args, dtype="float32")
+    probabilities = lambda model: lopti.score(model, batch, exactly)[0].exp()
     rate = args.learning_rate * policy.num_parameters() ** 0.5 / norm
     pi, every, sizes = batch.old_logprobs.exp(), batch.mask, []
     descent = lambda model, _: torch.optim.SGD(model.parameters(), lr=rate)
-    likely = every & (pi >= EDGES[3])
-
-    def probabilities(model):  # of a small model in float64: likely tokens move by very little
-        if model.num_parameters() < 5e7 and model.device.type != "mps":
-            model = copy.deepcopy(model).double()
-            model.set_experts_implementation("eager")  # grouped ones take no float64
-        return lopti.score(model, batch, changed(args, dtype="float32"))[0].exp()
-
-    before = probabilities(policy)
+    likely, before = every & (pi >= EDGES[3]), probabilities(policy)
     for tokens in (every, every & (pi < EDGES[1]), likely):
         [trained] = updated_copy(policy, batch, [tokens], args, descent)
         sizes.append(float((probabilities(trained) - before)[likely].abs().mean()))
@@ -510,10 +507,9 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
                     moved.append(moves(policy, batch, args, float(norm)))
     used, share = len(measured), f"{100 * np.mean(right):.0f} % of the answers"
     if used < max(3, planned / 2):
-        cure = "other --data, a larger --group-size or more --prompts-per-step"
         raise lopti.UserError(
             f"only {used} of {planned} mini-batches have a group with unequal rewards ({share} are "
-            f"right): too few. Take {'more --batches' if used == planned else cure}"
+            "right): take more --batches, a larger --group-size or other --data"
         )
     vectors, entries, *others = zip(*measured)
     entries = torch.stack(entries).double()
