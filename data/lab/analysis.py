@@ -298,7 +298,7 @@ def tables(lines):
     return {
         **{name: comparisons_table(frame, *table) for name, table in compared.items()},
         "methods": methods_table(run_frame([*untrained, *lines])),
-        "designed worlds": worlds_table(read_lines(RESULTS.with_name("world.jsonl"))),
+        "designed worlds": worlds_table(read_lines(world.FILE)),
         **{
             f"{name}, in short": short_table(frame, *compared[name], rows_shown=rows)
             for name, rows in SHORT.items()

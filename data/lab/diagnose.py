@@ -32,7 +32,6 @@ import re
 import sys
 import textwrap
 import time
-import zlib
 from functools import partial
 from pathlib import Path
 
@@ -166,15 +165,15 @@ def collect(policy, tokenizer, rows, args):
     return rollout, rewards, entropies
 
 
-def stored(named_gradients, exact):
-    """A list of (name, gradient) → itself or its sketch, and some of its entries.
+def stored(gradient, exact):
+    """A gradient, a list of tensors → all of it or its sketch, and some of its entries.
 
-    A sketch is BUCKETS sums of its entries with random signs, seeded by each parameter's name.
+    A sketch is BUCKETS sums of its entries with random signs, the same for each gradient.
     """
-    stride = math.ceil(sum(gradient.numel() for _, gradient in named_gradients) / ENTRIES)
+    stride = math.ceil(sum(part.numel() for part in gradient) / ENTRIES)
     kept, entries, seen = [], [], 0
-    for name, gradient in named_gradients:
-        flat, seed = gradient.flatten().float(), zlib.crc32(name.encode())
+    for seed, part in enumerate(gradient):
+        flat = part.flatten().float()
         entries.append(flat[-seen % stride :: stride])
         seen += len(flat)
         if not exact:
@@ -182,9 +181,9 @@ def stored(named_gradients, exact):
             drawn = {"device": flat.device, "dtype": torch.int8}
             drawn["generator"] = torch.Generator(flat.device).manual_seed(seed)
             signs = torch.randint(0, 2, flat.shape, **drawn)
-            flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0).roll(seed % BUCKETS)
-        kept = [*kept, flat] if exact else [sum(kept, flat)]
-    return torch.cat(kept).cpu(), torch.cat(entries).cpu()
+            flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0).roll(997 * seed)
+        kept.append(flat)
+    return (torch.cat(kept) if exact else sum(kept)).cpu(), torch.cat(entries).cpu()
 
 
 def pieces_of(eta):
@@ -206,7 +205,7 @@ def gradients(policy, batch, words, args, exact=True):
     - Σ Â ∇log π over each kind of tokens `words` (kinds, B, L).
     Also (2, pieces): each piece's energy at the logits, and that times π.
     """
-    names, parameters = zip(*(pair for pair in policy.named_parameters() if pair[1].requires_grad))
+    parameters = [weights for weights in policy.parameters() if weights.requires_grad]
     kept = lopti.tokens_to_keep(policy, batch, args) & batch.old_logprobs.isfinite()
     busy = batch.advantages.any(1).nonzero().flatten().tolist()
     vectors, entries, at_logits = 0.0, 0.0, 0.0
@@ -229,7 +228,7 @@ def gradients(policy, batch, words, args, exact=True):
         for loss in losses:
             options = {"retain_graph": loss is not losses[-1], "materialize_grads": True}
             found = torch.autograd.grad(loss / kept.sum(), parameters, **options)
-            rows.append(stored(list(zip(names, found)), exact))
+            rows.append(stored(found, exact))
         of_rows, entries_of_rows = map(torch.stack, zip(*rows))
         vectors, entries = vectors + of_rows, entries + entries_of_rows
     return vectors, entries, at_logits.cpu().numpy()

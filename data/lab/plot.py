@@ -136,7 +136,7 @@ def main():
     argparse.ArgumentParser(description=__doc__, formatter_class=look).parse_args()
     lines = experiments.read_lines(experiments.RESULTS)
     made = {name: draw_two_views(lines, *how) for name, how in PICTURES.items()}
-    made["world"] = draw_worlds(experiments.read_lines(analysis.FOLDER / "world.jsonl"))
+    made["world"] = draw_worlds(experiments.read_lines(world.FILE))
     for name, figure in made.items():
         figure.savefig(analysis.FOLDER / f"{name}.png")
 
