@@ -683,6 +683,12 @@ def test_the_designed_worlds_gain_what_the_theorem_predicts(in_float64, dial):
         assert simulated_gain(of, method) == close
 
 
+def test_a_slope_that_changes_nothing_gains_nothing():
+    """Each token is one of two, with the same π: g_π is along g, V singular but for rounding."""
+    of, _ = world.WORLDS["wording like decisions"]
+    assert analysis.predicted_gain(of, "AR, measured α") == pytest.approx(1, abs=1e-6)
+
+
 def test_a_word_with_a_probability_of_eta_is_likely():
     """Its π is .5 but for rounding, which differs between machines."""
     of, _ = world.WORLDS["wording follows the decision"]
