@@ -386,7 +386,7 @@ def adam_statistics(entries, args, used):
         for rows in methods(args, entries.shape[1])
     )  # (N, E), or (alphas, N, E)
     stages = [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))]
-    found = 0.0
+    found = 0.0  # the distance of each step, and its progress
     for i in used:
         rest = [j for j in used if j != i]
         steps = [theory.adam_drift(*(one[rest] for one in passes)) for passes in stages]
