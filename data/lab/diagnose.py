@@ -99,10 +99,8 @@ which follows from the lengths of the two gradients.
   AdamW (GRPO: 1)                              distance       progress   per distance
   one AdamW for both passes | 2
 
-A first step does not predict a training at a large α, in which the bias may grow. On the bundled
-policy AR at α = 1 gains −8 ± 12 % in a first step and is .236 behind GRPO's accuracy in training;
-without its bias it gains −33 ± 7 % and is .062 behind: the other order (RESULTS.md, R6 and R7). The
-AdamW rows are no first step: they are its limit after many batches (theory.adam_drift)."""
+A first step does not predict a training at a large α, in which the bias may grow (RESULTS.md, R6
+and R7). The AdamW rows are its limit after many batches (theory.adam_drift)."""
 
 WORDING = """\
   of π < .25                                    wording    new attempt       </think>       all else

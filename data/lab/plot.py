@@ -51,9 +51,9 @@ PICTURES = {  # file → methods; titles: by step, at equal KL
 }
 
 
-def canvas(panels, height=6.5, **options):
+def canvas(panels, height=6.5):
     figure = Figure(figsize=(16, height))
-    return figure, figure.subplots(1, panels, **options)
+    return figure, figure.subplots(1, panels, sharey=True)
 
 
 def draw_two_views(lines, methods, titles):
@@ -63,12 +63,12 @@ def draw_two_views(lines, methods, titles):
     that at sampling where all runs have it.
     """
     frame = analysis.run_frame(lines)
-    runs = {name: frame[frame.method == name].set_index("seed").metrics for name in methods}
-    seeds = sorted(set.intersection(*(set(of_method.index) for of_method in runs.values())))
-    kl = analysis.column_of_kl(run for of_method in runs.values() for run in of_method[seeds])
-    figure, (by_step, by_kl) = canvas(2, sharey=True)
+    runs = frame[frame.method.isin(methods)].pivot(index="seed", columns="method", values="metrics")
+    runs = runs.dropna()[list(methods)]
+    kl = analysis.column_of_kl(runs.to_numpy().ravel())
+    figure, (by_step, by_kl) = canvas(2)
     for name, of_method in runs.items():
-        curves = [analysis.accuracy_by_kl(run, kl) for run in of_method[seeds]]
+        curves = [analysis.accuracy_by_kl(run, kl) for run in of_method]
         at = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 50)
         steps = analysis.WINDOW // 2 + 1 + np.arange(len(curves[0][0]))
         views = {by_step: (steps, [y for _, y in curves])}
@@ -86,7 +86,7 @@ def draw_two_views(lines, methods, titles):
     far = 2 * by_kl.lines[0].get_xdata()[-1]  # what goes on for long does not squeeze the rest
     by_kl.set_xlim(right=min(far, by_kl.get_xlim()[1]))
     by_step.xaxis.get_major_locator().set_params(integer=True)
-    title = f"Means of {len(seeds)} seeds, bands: 95 %; by KL up to where the first seed ends"
+    title = f"Means of {len(runs)} seeds, bands: 95 %; by KL up to where the first seed ends"
     labels = by_step.get_legend_handles_labels()
     figure.legend(*labels, title=title, loc="outside lower center", ncols=3)
     return figure
@@ -105,7 +105,7 @@ Steps have a fixed length, in the middle AdamW's."""
 
 def draw_worlds(rows):
     """A win, a tie and a loss: where signal and energy sit, what was predicted, what was found."""
-    figure, axes = canvas(3, 7.5, sharey=True)
+    figure, axes = canvas(3, 7.5)
     for axis, (name, title) in zip(axes, WORLDS.items()):
         (of, _), reach = world.WORLDS[name], 0.0
         signals, products = analysis.moments(of, lambda pi: pi**0, lambda pi: pi)
