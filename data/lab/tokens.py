@@ -186,11 +186,10 @@ def picture(data):
     low = tensors["pi"] < eta
     shares = shares_of(tensors, low, ~low) | {f"all_{key}": x for key, x in data["shares"].items()}
     shares = {name: f"{value:.0f}" for name, value in shares.items()}
-    sign = "rewarded" if answer["advantage"] > 0 else "punished"
-    shares |= {"eta": eta, "sign": sign, "responses": data["settings"]["responses"]}
-    shares["model"] = escape(data.get("model", "a model"))
+    told = {"eta": eta, "responses": data["settings"]["responses"], "model": escape(data["model"])}
+    told["sign"] = "rewarded" if answer["advantage"] > 0 else "punished"
     places = {"legend": top + 120, "height": top + 140}
-    return Template(whole).substitute(shares, **places, drawn="".join(drawn))
+    return Template(whole).substitute(shares | told | places, drawn="".join(drawn))
 
 
 def main(argv=None):
