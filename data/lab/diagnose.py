@@ -2,7 +2,7 @@
 
     python data/lab/diagnose.py                                  # the bundled policy, minutes
     python data/lab/diagnose.py --model M --data F --task math   # any flags of lopti.py
-    python data/lab/diagnose.py --batches 20 --plot picture.png
+    python data/lab/diagnose.py --batches 30                     # shorter intervals
 
 It samples rollout batches as lopti.py would with the same flags, cuts them into mini-batches (one
 optimizer step each), and takes the gradient of each part of a mini-batch's tokens at the policy
@@ -26,15 +26,12 @@ right on average, with a standard error of .2 % of the product of the lengths.
 
 import argparse
 import copy
-import io
 import itertools
 import math
-import os
 import re
 import sys
 import textwrap
 import time
-import zlib
 from functools import partial
 from pathlib import Path
 
@@ -102,10 +99,8 @@ which follows from the lengths of the two gradients.
   AdamW (GRPO: 1)                              distance       progress   per distance
   one AdamW for both passes | 2
 
-A first step does not predict a training at a large α, in which the bias may grow. On the bundled
-policy AR at α = 1 gains −8 ± 12 % in a first step and is .236 behind GRPO's accuracy in training;
-without its bias it gains −33 ± 7 % and is .062 behind: the other order (RESULTS.md, R6 and R7). The
-AdamW rows are no first step: they are its limit after many batches (theory.adam_drift)."""
+A first step does not predict a training at a large α, in which the bias may grow (RESULTS.md, R6
+and R7). The AdamW rows are its limit after many batches (theory.adam_drift)."""
 
 WORDING = """\
   of π < .25                                    wording    new attempt       </think>       all else
@@ -168,15 +163,15 @@ def collect(policy, tokenizer, rows, args):
     return rollout, rewards, entropies
 
 
-def stored(named_gradients, exact):
-    """A list of (name, gradient) → itself or its sketch, and some of its entries.
+def stored(gradient, exact):
+    """A gradient, a list of tensors → all of it or its sketch, and some of its entries.
 
-    A sketch is BUCKETS sums of its entries with random signs, seeded by each parameter's name.
+    A sketch is BUCKETS sums of its entries with random signs, the same for each gradient.
     """
-    stride = math.ceil(sum(gradient.numel() for _, gradient in named_gradients) / ENTRIES)
+    stride = math.ceil(sum(part.numel() for part in gradient) / ENTRIES)
     kept, entries, seen = [], [], 0
-    for name, gradient in named_gradients:
-        flat, seed = gradient.flatten().float(), zlib.crc32(name.encode())
+    for seed, part in enumerate(gradient):
+        flat = part.flatten().float()
         entries.append(flat[-seen % stride :: stride])
         seen += len(flat)
         if not exact:
@@ -184,9 +179,9 @@ def stored(named_gradients, exact):
             drawn = {"device": flat.device, "dtype": torch.int8}
             drawn["generator"] = torch.Generator(flat.device).manual_seed(seed)
             signs = torch.randint(0, 2, flat.shape, **drawn)
-            flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0).roll(seed % BUCKETS)
-        kept = [*kept, flat] if exact else [sum(kept, flat)]
-    return torch.cat(kept).cpu(), torch.cat(entries).cpu()
+            flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0).roll(997 * seed)
+        kept.append(flat)
+    return (torch.cat(kept) if exact else sum(kept)).cpu(), torch.cat(entries).cpu()
 
 
 def pieces_of(eta):
@@ -208,9 +203,10 @@ def gradients(policy, batch, words, args, exact=True):
     - Σ Â ∇log π over each kind of tokens `words` (kinds, B, L).
     Also (2, pieces): each piece's energy at the logits, and that times π.
     """
-    names, parameters = zip(*(pair for pair in policy.named_parameters() if pair[1].requires_grad))
+    parameters = [weights for weights in policy.parameters() if weights.requires_grad]
     kept = lopti.tokens_to_keep(policy, batch, args) & batch.old_logprobs.isfinite()
-    busy, at_logits, rows = batch.advantages.any(1).nonzero().flatten().tolist(), 0.0, {}
+    busy = batch.advantages.any(1).nonzero().flatten().tolist()
+    vectors, entries, at_logits = 0.0, 0.0, 0.0
     for micro_batch in lopti.micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
         part = batch.rows(micro_batch)
         tokens = kept[micro_batch, : part.mask.shape[1]]
@@ -218,20 +214,21 @@ def gradients(policy, batch, words, args, exact=True):
             logits = lopti.token_logits(policy, part.ids, tokens, args.temperature, args.min_p)
         advantages, pi = part.advantages[tokens], part.old_logprobs[tokens].exp()  # (N,)
         terms = advantages * lopti.token_logprobs(logits, part.ids, tokens)[tokens]
-        squares = logits.detach().softmax(-1).square().sum(-1)  # Σ_a π²
         pieces = torch.stack([(pi >= low) & (pi < high) for low, high in pieces_of(args.eta)])
-        losses = [terms[piece].sum() for piece in pieces] + [(terms * pi).sum()]
-        for weights in ((1.0, 0.0), (0.0, args.eta, "high")):  # α, η and a pass
-            losses.append(lopti.bias_correction(logits, advantages, *weights))
+        losses = [*(pieces * terms).sum(1), (terms * pi).sum()]
+        losses.append(lopti.bias_correction(logits, advantages, alpha=1.0, eta=0.0))
+        losses.append(lopti.bias_correction(logits, advantages, 0.0, args.eta, "high"))
         losses += [terms[kind[micro_batch, : tokens.shape[1]][tokens]].sum() for kind in words]
+        squares = logits.detach().softmax(-1).square().sum(-1)  # Σ_a π²
         energies = (advantages**2 * (1 - 2 * pi + squares)).double()
         at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
-        for number, loss in enumerate(losses):
+        rows = []
+        for loss in losses:
             options = {"retain_graph": loss is not losses[-1], "materialize_grads": True}
             found = torch.autograd.grad(loss / kept.sum(), parameters, **options)
-            found = stored(list(zip(names, found)), exact)
-            rows[number] = [sum(pair) for pair in zip(rows.get(number, (0.0, 0.0)), found)]
-    vectors, entries = (torch.stack(parts) for parts in zip(*rows.values()))
+            rows.append(stored(found, exact))
+        of_rows, entries_of_rows = map(torch.stack, zip(*rows))
+        vectors, entries = vectors + of_rows, entries + entries_of_rows
     return vectors, entries, at_logits.cpu().numpy()
 
 
@@ -242,18 +239,15 @@ def moves(policy, batch, args, norm):
     all, whose gradient has the norm `norm`, is as long as a fresh AdamW's.
     """
     args = changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
+    if policy.num_parameters() < 5e7 and policy.device.type != "mps":  # likely tokens move little
+        policy, args.dtype = copy.deepcopy(policy).double(), "float32"
+        policy.set_experts_implementation("eager")  # grouped ones take no float64
+    exactly = changed(args, dtype="float32")
+    probabilities = lambda model: lopti.score(model, batch, exactly)[0].exp()
     rate = args.learning_rate * policy.num_parameters() ** 0.5 / norm
     pi, every, sizes = batch.old_logprobs.exp(), batch.mask, []
     descent = lambda model, _: torch.optim.SGD(model.parameters(), lr=rate)
-    likely = every & (pi >= EDGES[3])
-
-    def probabilities(model):  # of a small model in float64: likely tokens move by very little
-        if model.num_parameters() < 5e7 and model.device.type != "mps":
-            model = copy.deepcopy(model).double()
-            model.set_experts_implementation("eager")  # grouped ones take no float64
-        return lopti.score(model, batch, changed(args, dtype="float32"))[0].exp()
-
-    before = probabilities(policy)
+    likely, before = every & (pi >= EDGES[3]), probabilities(policy)
     for tokens in (every, every & (pi < EDGES[1]), likely):
         [trained] = updated_copy(policy, batch, [tokens], args, descent)
         sizes.append(float((probabilities(trained) - before)[likely].abs().mean()))
@@ -300,10 +294,10 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     A gradient is written as its coefficients by the K rows of `gradients`; n mini-batches.
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
-    parts, (_, bias, of_pass, *words) = rows[: len(pieces)], rows[len(pieces) :]
-    chosen = dots[used][:, :, used]
+    parts, (_, bias, bias_of_high, *words) = rows[: len(pieces)], rows[len(pieces) :]
     bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
     grpo, low, high, ar, unbiased = methods(args, len(rows))
+    chosen = dots[used][:, :, used]
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
     crossed = (chosen.sum(2) - own) / (n - 1)  # (n, K, K): with the mean of all others
     mean_own, signal_of = own.mean(0), crossed.mean(0) @ grpo  # of K rows
@@ -314,6 +308,12 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     def energy(parts):  # of one or of several
         return (parts @ mean_own * parts).sum(-1) + 1e-30
 
+    def energy_share(parts):
+        return energy(parts) / energy(bins).sum()
+
+    def signal_share(parts):
+        return parts @ signal_of / (grpo @ signal_of)
+
     def progress(*steps):  # of steps of length 1 each, over the length of their sum
         unit = sum(step / lengths(step)[:, None] for step in steps)  # (n, K)
         length = np.einsum("nk,nkl,nl->n", unit, own, unit) ** 0.5
@@ -322,53 +322,55 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     def gain(*steps):
         return 100 * (progress(*steps) / progress(grpo) - 1)
 
-    signal, (weight, weighted) = grpo @ signal_of, at_logits[used].sum(0)
-    terms = weighted / (weight + 1e-30), parts @ signal_of, energy(parts)
+    weight, weighted = at_logits[used].sum(0)
+    terms = weighted / (weight + 1e-30), parts @ signal_of, energy(parts)  # π, signal, energy
     by_signal, by_energy = ((terms[0] * x).sum() / x.sum() for x in terms[1:])
     predicted = np.array([theory.unit_progress(*terms, x) for x in (0.0, *alphas_of(args))])
-    phi, sigma = math.atan((energy(high) / energy(low)) ** 0.5), high @ signal_of / signal
+    sigma, phi = signal_share(high), math.atan((energy(high) / energy(low)) ** 0.5)
     cosine = (low @ mean_own @ high) / (energy(low) * energy(high)) ** 0.5
     split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
     if min(lengths(low).max(), lengths(high).max()) < NOTHING:
         split = np.nan
     norms = np.array([lengths(x).mean() for x in (*bins, grpo)])
     tokens, of_words = np.split(counts[used].sum(0), [4])
-    stop, of_stop = sum(words[3:], 0 * grpo), of_words[3:].sum()  # `</think>`, any π
+    stop, stops = sum(words[3:], 0 * grpo), of_words[3:].sum()  # `</think>`, any π
     words = np.stack([*words[:3], bins[0] - sum(words[:3])])
     of_words = np.append(of_words[:3], tokens[0] - of_words[:3].sum())
-    of_stop = of_stop / tokens.sum(), energy(stop) / energy(bins).sum(), stop @ signal_of / signal
     return {
         "progress": progress(grpo),
         "ratio": norms[0] / norms[3] if norms[3] > NOTHING else np.nan,
         "share of tokens": tokens / tokens.sum(),
         "‖gradient‖ (of all tokens: 1)": norms[:4] / norms[4],
-        "share of the energy": energy(bins) / energy(bins).sum(),
-        "share of the signal": bins @ signal_of / signal,
+        "share of the energy": energy_share(bins),
+        "share of the signal": signal_share(bins),
         "share of tokens, of these": of_words / tokens.sum(),
-        "share of the energy, of these": energy(words) / energy(bins).sum(),
-        "share of the signal, of these": words @ signal_of / signal,
-        "its shares": np.array(of_stop),
+        "share of the energy, of these": energy_share(words),
+        "share of the signal, of these": signal_share(words),
+        "its shares": np.array([stops / tokens.sum(), energy_share(stop), signal_share(stop)]),
         "mean π": np.array([by_signal, by_energy, by_signal - by_energy]),
         "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
         "gain in %, measured": np.array([gain(step) for step in ar]),
         "gain in %, measured, without the bias": np.array([gain(step) for step in unbiased]),
-        "the bias along ∇J (signal: 1)": np.array(alphas_of(args)) * (bias @ signal_of) / signal,
+        "the bias along ∇J (signal: 1)": np.array(alphas_of(args)) * signal_share(bias),
         "signal of π ≥ η": np.array([sigma, theory.split_threshold(phi, cosine)]),
-        "of this a bias (π < η: minus this)": np.array([of_pass @ signal_of / signal]),
+        "of this a bias (π < η: minus this)": np.array([signal_share(bias_of_high)]),
         "an optimizer for each pass": np.array([split, gain(low, high)]),
     }
 
 
 def half_statistics(dots, at_logits, counts, args, used):
     """How far predictions from every other mini-batch are off the gains of those between: rms."""
-    halves = [[i for i in used if i % 2 == odd] for odd in (0, 1)]
+    halves = used[::2], used[1::2]
     with np.errstate(all="ignore"):  # of one mini-batch there are no pairs
-        a, b = (gradient_statistics(dots, at_logits, counts, args, half) for half in halves)
-    ar, lopti_name = ("gain in %, predicted", "gain in %, measured"), "an optimizer for each pass"
-    off = [x[ar[0]] - y[ar[1]] for x, y in ((a, b), (b, a))]
-    off_split = [x[lopti_name][:1] - y[lopti_name][1:] for x, y in ((a, b), (b, a))]
-    rms = (np.square(pair).mean(0) ** 0.5 for pair in (off, off_split))
-    return dict(zip(("gain in %, prediction off by", "prediction off by"), rms))
+        found = [gradient_statistics(dots, at_logits, counts, args, half) for half in halves]
+    of_ar = [(half["gain in %, predicted"], half["gain in %, measured"]) for half in found]
+    of_lopti = [half["an optimizer for each pass"] for half in found]
+
+    def off(one, other):  # of each half (predicted, measured)
+        return np.hypot(one[0] - other[1], other[0] - one[1]) / 2**0.5
+
+    rows = "gain in %, prediction off by", "prediction off by"
+    return dict(zip(rows, (off(*of_ar), np.array([off(*of_lopti)]))))
 
 
 def adam_statistics(entries, args, used):
@@ -381,18 +383,20 @@ def adam_statistics(entries, args, used):
         torch.tensordot(torch.tensor(rows), entries, ([-1], [1]))
         for rows in methods(args, entries.shape[1])
     )  # (N, E), or (alphas, N, E)
-    stages, found = [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))], 0.0
+    stages = [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))]
+    found = 0.0  # the distance of each step, and its progress
     for i in used:
         rest = [j for j in used if j != i]
-        steps = [theory.adam_drift(*(part[rest] for part in passes)) for passes in stages]
+        steps = [theory.adam_drift(*(one[rest] for one in passes)) for passes in stages]
         steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
         found = found + torch.stack([steps.norm(dim=1), steps @ grpo[i]], 1).numpy()
     distance, progress = (found / found[0]).T
-    gains, of_lopti = 100 * (progress / distance - 1)[2:], (distance[1], progress[1])
+    per_distance = progress / distance
+    plain, unbiased = np.split(100 * (per_distance[2:] - 1), 2)
     return {
-        "one AdamW for both passes": np.array([*of_lopti, progress[1] / distance[1]]),
-        "gain in %, AdamW": gains[: len(ar)],
-        "gain in %, AdamW, without the bias": gains[len(ar) :],
+        "one AdamW for both passes": np.array([distance[1], progress[1], per_distance[1]]),
+        "gain in %, AdamW": plain,
+        "gain in %, AdamW, without the bias": unbiased,
     }
 
 
@@ -414,10 +418,8 @@ def page(found, args):
     alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
-    known = found["share of tokens, of these"][0][
-        :-1
-    ].any()  # of the bundled policy and its relatives
-    text = PAGE.replace("{wording}", WORDING if known else "")
+    worded = found["share of tokens, of these"][0][:-1].any()  # the bundled policy, its relatives
+    text = PAGE.replace("{wording}", WORDING if worded else "")
     return re.sub(r"(.*) \| (\d)", numbers, text).format(*answers, alphas=alphas)
 
 
@@ -502,16 +504,15 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
                     moved.append(moves(policy, batch, args, float(norm)))
     used, share = len(measured), f"{100 * np.mean(right):.0f} % of the answers"
     if used < max(3, planned / 2):
-        cure = "other --data, a larger --group-size or more --prompts-per-step"
         raise lopti.UserError(
             f"only {used} of {planned} mini-batches have a group with unequal rewards ({share} are "
-            f"right): too few. Take {'more --batches' if used == planned else cure}"
+            "right): take more --batches, a larger --group-size or other --data"
         )
     vectors, entries, *others = zip(*measured)
     entries = torch.stack(entries).double()
     numbers = inner_products(torch.stack(vectors)), *map(np.stack, others), args
     found = jackknife(partial(gradient_statistics, *numbers), used)
-    off = half_statistics(*numbers, range(used))  # of one number in two halves: no interval
+    off = half_statistics(*numbers, list(range(used)))  # one number of two halves: no interval
     found |= {name: np.stack([values, values * np.nan]) for name, values in off.items()}
     found |= jackknife(partial(adam_statistics, entries, args), used)
     found |= jackknife(partial(move_statistics, np.stack(moved)), len(moved))
@@ -524,37 +525,19 @@ def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--batches", type=lopti.number(int, 1), default=10, help="default: 10")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it")
     parser.add_argument("--supervised", action="store_true", help="fine-tuning on texts instead")
     options, flags = parser.parse_known_args(argv)
     args = lopti.parse_arguments(["--alpha", "0.3", "--eta", "0.5", *flags])  # the paper's
-    started = time.process_time()
-    for wrong, message in (
-        (args.without_bias, "leave --without-bias out: the page has AR with its bias and without"),
-        (args.eval_only, "leave --eval-only out: it answers training prompts"),
-        (not args.eta, "--eta 0 leaves Lopti no first pass: give one above 0"),
-    ):
-        if wrong:
-            raise lopti.UserError(message)
+    if args.without_bias or args.eval_only:
+        message = "leave --without-bias and --eval-only out: the page has both, of training prompts"
+        raise lopti.UserError(message)
     if options.supervised:  # texts instead of answers
         args.prompts_per_step, args.group_size = args.prompts_per_step * args.group_size, 1
-    if options.plot:  # what cannot be drawn is told before the work
-        from plot import canvas, draw_diagnosis  # needs matplotlib
-
-        with lopti.user_errors(f"cannot draw {options.plot}"):
-            os.stat(options.plot.parent)
-            canvas(1)[0].savefig(io.BytesIO(), format=options.plot.suffix[1:])
-    try:
-        policy, tokenizer, rows, _ = lopti.prepare(args)
-    except lopti.UserError as error:
-        other = args.data and args.task == "kk" and "no prompts are left" in str(error)
-        raise lopti.UserError(f"{error} Or is it --task math?" if other else error) from error
+    started = time.process_time()
+    policy, tokenizer, rows, _ = lopti.prepare(args)
     found, text = measure(policy, tokenizer, rows, options.batches, args, options.supervised)
     print(f"{text}, {time.process_time() - started:.0f} s of processor time\n")
     print(page(found, args))
-    if options.plot:
-        title = f"{Path(args.model).name}: {text}"
-        draw_diagnosis(found, alphas_of(args), title).savefig(options.plot, dpi=80)
 
 
 if __name__ == "__main__":

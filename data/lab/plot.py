@@ -51,9 +51,9 @@ PICTURES = {  # file → methods; titles: by step, at equal KL
 }
 
 
-def canvas(panels, height=6.5, **options):
+def canvas(panels, height=6.5):
     figure = Figure(figsize=(16, height))
-    return figure, figure.subplots(1, panels, **options)
+    return figure, figure.subplots(1, panels, sharey=True)
 
 
 def draw_two_views(lines, methods, titles):
@@ -63,12 +63,12 @@ def draw_two_views(lines, methods, titles):
     that at sampling where all runs have it.
     """
     frame = analysis.run_frame(lines)
-    runs = {name: frame[frame.method == name].set_index("seed").metrics for name in methods}
-    seeds = sorted(set.intersection(*(set(of_method.index) for of_method in runs.values())))
-    kl = analysis.column_of_kl(run for of_method in runs.values() for run in of_method[seeds])
-    figure, (by_step, by_kl) = canvas(2, sharey=True)
+    runs = frame[frame.method.isin(methods)].pivot(index="seed", columns="method", values="metrics")
+    runs = runs.dropna()[list(methods)]
+    kl = analysis.column_of_kl(runs.to_numpy().ravel())
+    figure, (by_step, by_kl) = canvas(2)
     for name, of_method in runs.items():
-        curves = [analysis.accuracy_by_kl(run, kl) for run in of_method[seeds]]
+        curves = [analysis.accuracy_by_kl(run, kl) for run in of_method]
         at = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 50)
         steps = analysis.WINDOW // 2 + 1 + np.arange(len(curves[0][0]))
         views = {by_step: (steps, [y for _, y in curves])}
@@ -86,26 +86,9 @@ def draw_two_views(lines, methods, titles):
     far = 2 * by_kl.lines[0].get_xdata()[-1]  # what goes on for long does not squeeze the rest
     by_kl.set_xlim(right=min(far, by_kl.get_xlim()[1]))
     by_step.xaxis.get_major_locator().set_params(integer=True)
-    title = f"Means of {len(seeds)} seeds, bands: 95 %; by KL up to where the first seed ends"
+    title = f"Means of {len(runs)} seeds, bands: 95 %; by KL up to where the first seed ends"
     labels = by_step.get_legend_handles_labels()
     figure.legend(*labels, title=title, loc="outside lower center", ncols=3)
-    return figure
-
-
-def draw_diagnosis(found, alphas, title):
-    """What diagnose.py found: a panel for each of its questions, with 95 % intervals."""
-    bins, gains = ("π<.25", "<.5", "<.75", "π≥.75"), [f"α = {alpha:g}" for alpha in alphas]
-    panels = {  # a number: its question, what its entries are
-        "‖gradient‖ (of all tokens: 1)": ("Does it have the problem?", bins),
-        "gain in %, measured": ("Would AR help?", gains),
-        "an optimizer for each pass": ("Would Lopti help?", ("gain in %, predicted", "measured")),
-    }
-    figure, axes = canvas(3)
-    for axis, (name, (question, entries)) in zip(axes, panels.items()):
-        axis.errorbar(entries, *found[name], fmt="o", capsize=4)
-        axis.axhline(0, color="black", linewidth=1)
-        axis.set(title=question, ylabel=name, xmargin=0.3)
-    figure.suptitle(title)
     return figure
 
 
@@ -122,7 +105,7 @@ Left and right: steps of fixed length, in the middle: AdamW."""
 
 def draw_worlds(rows):
     """A win, a tie and a loss: where signal and energy sit, what was predicted, what was found."""
-    figure, axes = canvas(3, 7.5, sharey=True)
+    figure, axes = canvas(3, 7.5)
     for axis, (name, title) in zip(axes, WORLDS.items()):
         (of, _), reach = world.WORLDS[name], 0.0
         signals, products = analysis.moments(of, lambda pi: pi**0, lambda pi: pi)
@@ -153,7 +136,7 @@ def main():
     argparse.ArgumentParser(description=__doc__, formatter_class=look).parse_args()
     lines = experiments.read_lines(experiments.RESULTS)
     made = {name: draw_two_views(lines, *how) for name, how in PICTURES.items()}
-    made["world"] = draw_worlds(experiments.read_lines(analysis.FOLDER / "world.jsonl"))
+    made["world"] = draw_worlds(experiments.read_lines(world.FILE))
     for name, figure in made.items():
         figure.savefig(analysis.FOLDER / f"{name}.png")
 

@@ -35,7 +35,6 @@ HERE = Path(__file__).resolve().parent
 
 DEFAULTS = ["--alpha", "0.3", "--eta", "0.5", "--top-entropy", "0.2", "--show", "3"]
 SHOWN = ("alpha", "eta", "top_entropy", "show", "group_size", "temperature", "learning_rate")
-UPDATE = {"mini_batch_size": 0, "top_entropy": 0}  # 80/20 is shown, not used
 NOT_SHOWN = ("stapo", "min_p", "without_bias", "eval_only")
 
 
@@ -83,17 +82,18 @@ def short(value):
     return float(f"{value:.4g}")
 
 
-def percent(sizes, part):
-    """The absolute sizes in a part of the tokens, in % of all: two (B, L) → a number."""
-    sizes = sizes.float().abs()
-    return short(100 * (sizes * part).sum() / sizes.sum().clamp(min=1e-30))
-
-
 def shares_of(numbers, low, high):
     """What the unlikely tokens have of all tokens, gradients, and of each Lopti pass's move: %."""
     first, both = numbers["lopti_low"], numbers["lopti"]
-    shares = {"tokens": percent(low | high, low), "gradient": percent(numbers["gradient"], low)}
-    return shares | {"first": percent(first, low), "second": percent(both - first, low)}
+    every = (low | high).float()
+    sizes = {
+        "tokens": every,
+        "gradient": numbers["gradient"],
+        "first": first,
+        "second": both - first,
+    }
+    of_low = lambda size: (size * low).abs().sum() / size.abs().sum().clamp(min=1e-30)
+    return {name: short(100 * of_low(size)) for name, size in sizes.items()}
 
 
 def best_and_worst(values, group_size, count):
@@ -120,7 +120,7 @@ def with_names(tokenizer, likeliest, ids, pi):
 def page_data(policy, tokenizer, rows, args):
     """All that the page shows; `rows` are the prompts of the batch."""
     torch.manual_seed(args.seed)
-    plain = diagnose.changed(args, **UPDATE)
+    plain = diagnose.changed(args, mini_batch_size=0, top_entropy=0)  # 80/20 is shown, not used
     rollout, values, entropies = diagnose.collect(policy, tokenizer, rows, plain)
     if args.kl_coef:  # in the first step the policy is its own reference
         rollout.ref_logprobs = rollout.old_logprobs
@@ -186,11 +186,10 @@ def picture(data):
     low = tensors["pi"] < eta
     shares = shares_of(tensors, low, ~low) | {f"all_{key}": x for key, x in data["shares"].items()}
     shares = {name: f"{value:.0f}" for name, value in shares.items()}
-    sign = "rewarded" if answer["advantage"] > 0 else "punished"
-    shares |= {"eta": eta, "sign": sign, "responses": data["settings"]["responses"]}
-    shares["model"] = escape(data.get("model", "a model"))
+    told = {"eta": eta, "responses": data["settings"]["responses"], "model": escape(data["model"])}
+    told["sign"] = "rewarded" if answer["advantage"] > 0 else "punished"
     places = {"legend": top + 120, "height": top + 140}
-    return Template(whole).substitute(shares, **places, drawn="".join(drawn))
+    return Template(whole).substitute(shares | told | places, drawn="".join(drawn))
 
 
 def main(argv=None):
@@ -202,9 +201,6 @@ def main(argv=None):
     args = lopti.parse_arguments([*DEFAULTS, *flags, "--dtype", "float32"])
     if given := [f"--{name.replace('_', '-')}" for name in NOT_SHOWN if getattr(args, name)]:
         raise lopti.UserError(f"the page shows an update by the paper's methods: not {given[0]}")
-    for file in filter(None, vars(options).values()):
-        if not file.parent.is_dir():
-            raise lopti.UserError(f"cannot write {file}: there is no folder {file.parent}")
     policy, tokenizer, rows, _ = lopti.prepare(args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
     command = shlex.join(["python", "data/lab/tokens.py", *flags])

@@ -80,21 +80,6 @@ def unit_steps(policy, args):
     return optimizer
 
 
-class Recorder:
-    """Stands in for an optimizer: takes down the gradients, and leaves the weights alone."""
-
-    def __init__(self, policy):
-        self.weights, self.gradients = list(policy.parameters()), []
-
-    def step(self):
-        gradients = [weights.grad for weights in self.weights]
-        self.gradients.append(torch.nn.utils.parameters_to_vector(gradients))
-
-    def zero_grad(self):
-        for weights in self.weights:
-            weights.grad = None
-
-
 def update_with_measured_alpha(policy, optimizer, rollout, tokens, args, stage):
     """`lopti.update` with AR whose α is measured while it trains, and without AR's bias.
 
@@ -107,21 +92,23 @@ def update_with_measured_alpha(policy, optimizer, rollout, tokens, args, stage):
     of_grpo.advantages = rollout.unweighted
     of_pi.advantages = lopti.reweight_advantages(rollout.unweighted, rollout.old_logprobs, 1.0)
     settings = {**vars(args), "mini_batch_size": 0, "max_grad_norm": math.inf, "eta": 0.0}
-    totals = Counter()
+    totals, weights, gradients = Counter(), list(policy.parameters()), []
+    recorder = torch.optim.SGD(weights, lr=0.0)  # takes gradients down, leaves the weights alone
+    whole = lambda: torch.nn.utils.parameters_to_vector(weight.grad for weight in weights)
+    recorder.register_step_pre_hook(lambda *_: gradients.append(whole()))
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
-        recorder = Recorder(policy)
+        gradients.clear()
         for part, alpha in ((of_pi, 1.0), (of_grpo, 0.0)):
             batch = part.rows(indices)
             one = argparse.Namespace(**settings | {"alpha": alpha, "without_bias": alpha > 0})
             sums = update(policy, recorder, batch, tokens[indices, : batch.ids.shape[1]], one)
         totals.update(sums)
-        if len(recorder.gradients) == 2:  # else all advantages are 0
-            by_pi, gradient = recorder.gradients
+        if len(gradients) == 2:  # else all advantages are 0
+            by_pi, gradient = gradients
             step, of_unlikely = optimizer.measured(gradient, by_pi)
-            sizes = [weights.numel() for weights in recorder.weights]
-            for weights, part in zip(recorder.weights, step.split(sizes)):
-                weights.grad = part.view_as(weights)
-            torch.nn.utils.clip_grad_norm_(recorder.weights, args.max_grad_norm)
+            for weight, part in zip(weights, step.split([weight.numel() for weight in weights])):
+                weight.grad = part.view_as(weight)
+            torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
             totals["of_unlikely"] += float(of_unlikely)

@@ -1,9 +1,8 @@
 """A designed world with a dial: where AR and Lopti win, where they change nothing, where they lose.
 
-    python data/lab/world.py                   # ten minutes: results/world.jsonl
-    LOPTI_QUICK=1 python data/lab/world.py     # few seeds and steps, into runs/world: a minute
+    python data/lab/world.py     # ten minutes: results/world.jsonl
 
-It prints each method's lead. plot.py draws world.jsonl, analysis.py makes the table of it.
+plot.py draws world.jsonl, analysis.py makes the table of it.
 
 The worlds are BUILT so that the paper's premise holds, or does not. They show that the methods can
 help, when, and why. They do not show that a language model is such a world.
@@ -16,7 +15,6 @@ network. Advantages, split, loss are lopti's. S seeds, B responses, T tokens, R 
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -142,7 +140,6 @@ def train(world, name, rate, steps, seeds, block):
         for stage, chosen in lopti.update_stages(low, high, mask, eta, order) * passes:
             if name == "oracle":
                 chosen = chosen & (rows < world.decisions).flatten(0, 1)
-
             settings = batch, chosen, eta, stage
             loss = loss_of(logits_now(), *settings, alpha, without_bias="no bias" in name)
             [theta.grad] = torch.autograd.grad(loss, theta)
@@ -158,9 +155,9 @@ def train(world, name, rate, steps, seeds, block):
 
 # ---- Every method at many rates
 
-QUICK = bool(os.environ.get("LOPTI_QUICK"))
-BLOCK = 0 if QUICK else 3  # names a set of seeds
-TUNING, JUDGED, STEPS = (3, 4, 10) if QUICK else (10, 20, 40)  # seeds that choose a rate; judged
+FILE = Path(__file__).with_name("results") / "world.jsonl"
+BLOCK = 3  # names a set of seeds
+TUNING, JUDGED, STEPS = 10, 20, 40  # seeds that choose a rate, those that are judged; steps
 RATES = {"unit steps": (0.05, 0.12, 0.3, 0.8, 2.0, 5.0, 12.0, 30.0)}
 RATES["one AdamW"] = tuple(rate / 10 for rate in RATES["unit steps"])
 
@@ -200,16 +197,8 @@ def main():
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     rows = [row for name in tqdm(WORLDS, disable=None) for row in train_methods(name)]
-    file = (Path("runs/world") if QUICK else Path(__file__).with_name("results")) / "world.jsonl"
-    file.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    file.write_text("".join(lines), encoding="utf-8")
-    for name in WORLDS:
-        found = [row for row in rows if (row["world"], row["view"]) == (name, "equal KL")]
-        means = {row["method"]: np.mean(row["accuracies"]) for row in found}
-        print(f"\n{name}: accuracy minus GRPO's at equal KL")
-        for method, mean in means.items():
-            print(f"  {mean - means['GRPO']:+.3f}  {method}")
+    FILE.write_text("".join(lines), encoding="utf-8")
 
 
 if __name__ == "__main__":
