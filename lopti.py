@@ -1082,7 +1082,7 @@ class Parser(argparse.ArgumentParser):
             return [word]
         flags, file = [], word[1:]
         with user_errors(f"cannot read the flags in {file}"):
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
         for number, line in enumerate(lines, 1):
             try:
                 words = shlex.split(line, comments=True)

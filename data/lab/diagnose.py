@@ -392,11 +392,11 @@ def adam_statistics(entries, args, used):
         found = found + torch.stack([steps.norm(dim=1), steps @ grpo[i]], 1).numpy()
     distance, progress = (found / found[0]).T
     per_distance = progress / distance
-    plain, unbiased = np.split(100 * (per_distance[2:] - 1), 2)
+    with_bias, without_bias = np.split(100 * (per_distance[2:] - 1), 2)
     return {
         "one AdamW for both passes": np.array([distance[1], progress[1], per_distance[1]]),
-        "gain in %, AdamW": plain,
-        "gain in %, AdamW, without the bias": unbiased,
+        "gain in %, AdamW": with_bias,
+        "gain in %, AdamW, without the bias": without_bias,
     }
 
 
