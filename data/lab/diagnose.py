@@ -55,61 +55,10 @@ NOTHING = 1e-14  # a gradient of no tokens is shorter
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference,
 SMALL_IF_SURE = 3  # or one whose interval does not hold 0 and ends before this
 
-# What is printed: text, answers, and names of numbers with their digits. The paper's are read
-# off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
-PAGE = """\
-Does it have the problem?
-{}
-                                                π < .25      .25 to .5      .5 to .75        π ≥ .75
-  share of tokens | 2
-      the paper's 7B model                         0.19           0.10           0.10           0.61
-  ‖gradient‖ (of all tokens: 1) | 2
-      the paper's 7B model                         0.88           0.44           0.29           0.18
-  an update on                            π < .25 alone  π ≥ .75 alone     difference
-  moves π ≥ .75 (an update on all: 1) | 2
-      the paper's 7B model                           ≈1        smaller
-
-Would AR help? It does if the signal (what tokens add to the reward) sits at likelier tokens than
-the energy (what they add to the length of a step).
-{}
-                                                π < .25      .25 to .5      .5 to .75        π ≥ .75
-  share of the energy | 2
-  share of the signal | 2
-{wording}                                         by signal: E_s by energy: E_v     difference
-  mean π | 2
-                                        {alphas}
-  gain in %, predicted | 1
-  gain in %, measured | 1
-  gain in %, prediction off by | 1
-  gain in %, measured, without the bias | 1
-  gain in %, AdamW | 1
-  gain in %, AdamW, without the bias | 1
-  the bias along ∇J (signal: 1) | 2
-
-Would Lopti help? It does if the likely tokens (π ≥ η) hold more of the signal than a threshold,
-which follows from the lengths of the two gradients.
-{}
-                                              its share      threshold
-  signal of π ≥ η | 2
-      of this a bias (π < η: minus this) | 2
-      the paper's 7B model                            –           0.18
-  gain in %                                   predicted       measured
-  an optimizer for each pass | 1
-      prediction off by | 1
-  AdamW (GRPO: 1)                              distance       progress   per distance
-  one AdamW for both passes | 2
-
-A first step does not predict a training at a large α, in which the bias may grow (RESULTS.md, R6
-and R7). The AdamW rows are its limit after many batches (theory.adam_drift)."""
-
-WORDING = """\
-  of π < .25                                    wording    new attempt       </think>       all else
-  share of tokens, of these | 3
-  share of the energy, of these | 2
-  share of the signal, of these | 2
-  </think>, any π                                tokens         energy         signal
-      its shares | 3
-"""
+# The text that is printed, names of numbers with their digits, {} for answers; a line with ~ for
+# policies with wording only. The paper's numbers are read off its figures for
+# Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
+PAGE = Path(__file__).with_suffix(".txt.in").read_text(encoding="utf-8").rstrip()
 
 
 def changed(settings, **changes):
@@ -373,6 +322,18 @@ def half_statistics(dots, at_logits, counts, args, used):
     return dict(zip(rows, (off(*of_ar), np.array([off(*of_lopti)]))))
 
 
+def mean_of_others(rows):
+    """For each of n rows the mean of the others, (n, E) → (n, E); no large sums are subtracted.
+
+    >>> mean_of_others(torch.tensor([[1.0], [2.0], [6.0]]))[:, 0]
+    tensor([4.0000, 3.5000, 1.5000])
+    """
+    nothing = torch.zeros_like(rows[:1])
+    before = torch.cat([nothing, rows[:-1]]).cumsum(0)
+    after = torch.cat([rows[1:], nothing]).flip(0).cumsum(0).flip(0)
+    return (before + after) / (len(rows) - 1)
+
+
 def adam_statistics(entries, args, used):
     """AR and Lopti with one AdamW, over GRPO: its gain, or its distance and progress.
 
@@ -380,17 +341,16 @@ def adam_statistics(entries, args, used):
     mini-batches but one, its progress that along the gradient of that one.
     """
     grpo, low, high, ar, unbiased = (
-        torch.tensordot(torch.tensor(rows), entries, ([-1], [1]))
+        torch.tensordot(torch.tensor(rows), entries[used], ([-1], [1]))
         for rows in methods(args, entries.shape[1])
-    )  # (N, E), or (alphas, N, E)
-    stages = [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))]
-    found = 0.0  # the distance of each step, and its progress
-    for i in used:
-        rest = [j for j in used if j != i]
-        steps = [theory.adam_drift(*(one[rest] for one in passes)) for passes in stages]
-        steps = torch.stack(steps).nan_to_num(0.0)  # 0/0: a weight without gradient
-        found = found + torch.stack([steps.norm(dim=1), steps @ grpo[i]], 1).numpy()
-    distance, progress = (found / found[0]).T
+    )  # (n, E), or (alphas, n, E)
+    found = []  # of each method the distance of a step, and its progress
+    for passes in [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))]:
+        squares = [mean_of_others(one**2) for one in passes]
+        steps = theory.drift_of_moments([*map(mean_of_others, passes)], squares)
+        steps = steps.nan_to_num(0.0)  # 0/0: a weight without gradient
+        found.append([float(steps.norm(dim=1).sum()), float((steps * grpo).sum())])
+    distance, progress = np.array(found).T / np.array(found[:1]).T
     per_distance = progress / distance
     with_bias, without_bias = np.split(100 * (per_distance[2:] - 1), 2)
     return {
@@ -419,7 +379,7 @@ def page(found, args):
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
     worded = found["share of tokens, of these"][0][:-1].any()  # the bundled policy, its relatives
-    text = PAGE.replace("{wording}", WORDING if worded else "")
+    text = re.sub("^~" if worded else "^~.*\n", "", PAGE, flags=re.MULTILINE)
     return re.sub(r"(.*) \| (\d)", numbers, text).format(*answers, alphas=alphas)
 
 

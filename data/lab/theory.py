@@ -197,5 +197,10 @@ def adam_drift(*stages):
     >>> adam_drift(low + high), adam_drift(low, high)
     (tensor([1., 1.]), tensor([1.4142, 1.4142]))
     """
-    squares = sum((stage**2).mean(0) for stage in stages) / len(stages)
-    return sum(stage.mean(0) for stage in stages) / squares**0.5
+    means = [stage.mean(0) for stage in stages]
+    return drift_of_moments(means, [(stage**2).mean(0) for stage in stages])
+
+
+def drift_of_moments(means, squares):
+    """`adam_drift` of stages whose E[g] and E[g²] are given: lists of (..., P) → (..., P)."""
+    return sum(means) / (sum(squares) / len(squares)) ** 0.5
