@@ -159,9 +159,10 @@ def comparisons():
 
 
 def markdown(rows):
-    """Rows of text, the first of them the head, as a Markdown table."""
+    """Rows of text, the first of them the head, as a Markdown table; -0.012 is written −.012."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
+    text = "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
+    return re.sub(r"(-?)\b0(\.\d{3})", lambda cell: "−"[: len(cell[1])] + cell[2], text)
 
 
 def all_differences(frame, pairs, outcomes):
@@ -176,7 +177,7 @@ def short_table(frame, pairs, outcomes, rows_shown=None):
     for pair in list(found[0])[:rows_shown]:
         cells = []
         for _, mean, half, p in (of_pairs[pair] for of_pairs in found):
-            text = f"{mean:+.3f} ± {half:.3f}".replace("0.", ".").replace("-", "−")
+            text = f"{mean:+.3f} ± {half:.3f}"
             cells.append(f"**{text}**" if p < 0.05 else text)
         label, expected = pairs[pair]
         label = label.replace(", new seeds", "").replace("learning rate × 0.5", "half rate")
