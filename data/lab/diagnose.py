@@ -184,7 +184,7 @@ def gradients(policy, batch, words, args, exact=True):
 def moves(policy, batch, args, norm):
     """(3,): the mean |Δπ| of likely tokens, π ≥ .75, as in Fig. 1e and f.
 
-    After a step of plain gradient descent on all tokens, on π < .25 and on π ≥ .75 alone. That on
+    After a step of gradient descent on all tokens, on π < .25 and on π ≥ .75 alone. That on
     all, whose gradient has the norm `norm`, is as long as a fresh AdamW's.
     """
     args = changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)

@@ -630,7 +630,7 @@ def test_diagnose_a_mixture_of_experts_and_texts(kind, tmp_path, capsys):
 
 def test_texts_as_taught_are_learnt(tmp_path):
     """What pretrain.py writes, every row can be read; a mixture is as large for each token."""
-    faults = {"slip": 0.02, "misread": 0.6, "give_up": 0.1, "plain": False, "filler": 0}
+    faults = {"slip": 0.02, "misread": 0.6, "give_up": 0.1, "one_wording": False, "filler": 0}
     file = tmp_path / "texts.jsonl"
     pretrain.write_texts(types.SimpleNamespace(texts=20, output=file, seed=0, **faults))
     args = arguments(f"--data {file} --people 2 3 4")

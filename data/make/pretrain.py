@@ -247,7 +247,7 @@ def faults_of(args):
 def write_texts(args):
     """Puzzles as the careless stage teaches them, rows for data/lab/diagnose.py --supervised."""
     settings = build_tokenizer(args.filler), random.Random(args.seed + 1), committed_questions()
-    faults = faults_of(args) | {"varied": not args.plain, "filler": args.filler}
+    faults = faults_of(args) | {"varied": not args.one_wording, "filler": args.filler}
     with args.output.open("w", encoding="utf-8") as file:
         for _ in range(args.texts):
             prompt, response = random_example(*settings, PEOPLE, faults)
@@ -261,7 +261,7 @@ def lessons(stage, args, tokenizer, rng, coin, held_out):
     tokens, puzzle_faults = args.tokens // args.processes, {}
     if stage == "careless":
         puzzle_faults = faults_of(args)
-    puzzle_faults |= {"varied": not args.plain, "filler": args.filler}
+    puzzle_faults |= {"varied": not args.one_wording, "filler": args.filler}
     math_faults = {"error_rate": args.math_error_rate} if stage == "careless" else {}
     of_kind = partial(batches, tokenizer, rng, held_out)
     quizzes = partial(of_kind, faults=puzzle_faults, tokens=tokens, pool=2048)
@@ -363,7 +363,7 @@ def main():
     add("--misread", type=float, default=0.6, help="see puzzles.worked_solution")
     add("--give-up", type=float, default=0.1)
     add("--math-error-rate", type=float, default=0.15, help="probability of a slip in arithmetic")
-    add("--plain", action="store_true", help="never vary the wording")
+    add("--one-wording", action="store_true", help="never vary the wording")
     add("--filler", type=int, default=0, help="empty words before each line")
     add("--texts", type=int, default=0, help="write so many puzzles as taught, and stop")
     add("--experts", type=int, default=0, help="a mixture of so many experts instead of a Llama")
