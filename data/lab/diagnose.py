@@ -322,18 +322,6 @@ def half_statistics(dots, at_logits, counts, args, used):
     return dict(zip(rows, (off(*of_ar), np.array([off(*of_lopti)]))))
 
 
-def mean_of_others(rows):
-    """For each of n rows the mean of the others, (n, E) → (n, E); no large sums are subtracted.
-
-    >>> mean_of_others(torch.tensor([[1.0], [2.0], [6.0]]))[:, 0]
-    tensor([4.0000, 3.5000, 1.5000])
-    """
-    nothing = torch.zeros_like(rows[:1])
-    before = torch.cat([nothing, rows[:-1]]).cumsum(0)
-    after = torch.cat([rows[1:], nothing]).flip(0).cumsum(0).flip(0)
-    return (before + after) / (len(rows) - 1)
-
-
 def adam_statistics(entries, args, used):
     """AR and Lopti with one AdamW, over GRPO: its gain, or its distance and progress.
 
@@ -344,11 +332,11 @@ def adam_statistics(entries, args, used):
         torch.tensordot(torch.tensor(rows), entries[used], ([-1], [1]))
         for rows in methods(args, entries.shape[1])
     )  # (n, E), or (alphas, n, E)
-    found = []  # of each method the distance of a step, and its progress
+    count, found = len(used), []  # found: a step's distance and progress, of each method
+    others = (1 - torch.eye(count, dtype=entries.dtype)) / (count - 1)  # takes means of all others
     for passes in [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))]:
-        squares = [mean_of_others(one**2) for one in passes]
-        steps = theory.drift_of_moments([*map(mean_of_others, passes)], squares)
-        steps = steps.nan_to_num(0.0)  # 0/0: a weight without gradient
+        means, squares = ([others @ each for each in x] for x in (passes, [g**2 for g in passes]))
+        steps = theory.drift_of_moments(means, squares).nan_to_num(0.0)  # 0/0: it has no gradient
         found.append([float(steps.norm(dim=1).sum()), float((steps * grpo).sum())])
     distance, progress = np.array(found).T / np.array(found[:1]).T
     per_distance = progress / distance
