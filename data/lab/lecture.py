@@ -106,7 +106,8 @@ def bars(groups, colors, title, ylabel, digits=2):
             axis.bar_label(shown, fmt=fmt, fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(colors))
+    below = -0.1 - 0.07 * max(name.count("\n") for name in groups)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(colors))
 
 
 def treatments(old_logprobs, mask, eta=0.5):
