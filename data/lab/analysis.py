@@ -195,9 +195,12 @@ def comparisons_table(frame, pairs, outcomes):
         seeds = found[0][pair][0].index
         row = [pairs[pair][0], *[pairs[pair][1]] * told, f"{len(seeds)}"]
         for of_pairs in found:
-            values, mean, half, p = of_pairs.get(pair, ((), 0, 0, 0))
+            if pair not in of_pairs:  # no two seeds have this outcome
+                row += ["", ""]
+                continue
+            values, mean, half, p = of_pairs[pair]
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
-            row += [text, f"{p:.3f}" if p >= 0.0005 else "< 0.001"] if len(values) else ["", ""]
+            row += [text, f"{p:.3f}" if p >= 0.0005 else "< 0.001"]
         if with_kl:
             shared = frame[frame.seed.isin(seeds)]
             sides = (shared[shared.method == name].metrics for name in pair)
