@@ -287,7 +287,9 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
         batch, sums = rollout.rows(indices), Counter()
         all_tokens, batch.mask = batch.mask, tokens_to_keep(policy, batch, args)  # section 8
         normalizer = batch.mask.sum()  # N
-        busy = batch.advantages.any(1) | bool(args.kl_coef)  # other responses have no gradient
+        busy = batch.mask.any(1) if args.without_bias else (batch.mask & batch.tokens).any(1)
+        if not args.kl_coef:  # then a response whose advantages are 0 has no gradient
+            busy &= batch.advantages.any(1)
         busy = busy.nonzero().flatten().tolist()
         for rows in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
             loss, statistics = batch_loss(policy, batch.rows(rows), normalizer, args, stage)
