@@ -148,6 +148,9 @@ def differences(frame, pairs, outcome, kl="kl"):
 # ---- Tables
 
 
+MISSING = np.array([]), 0.0, 0.0, 1.0  # the difference of a pair that no two seeds have
+
+
 def comparisons():
     """The tables of comparisons.txt: name → ({pair of methods: (label, expected)}, outcomes)."""
     found = {}
@@ -162,7 +165,7 @@ def markdown(rows):
     """Rows of text, the first of them the head, as a Markdown table; -0.012 is written −.012."""
     rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     text = "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
-    return re.sub(r"(-?)\b0(\.\d{3})", lambda cell: "−"[: len(cell[1])] + cell[2], text)
+    return re.sub(r"(-?)\b0(\.\d{3})", lambda cell: cell[1].replace("-", "−") + cell[2], text)
 
 
 def all_differences(frame, pairs, outcomes):
@@ -176,8 +179,8 @@ def short_table(frame, pairs, outcomes, rows_shown=None):
     (_, found), rows = all_differences(frame, pairs, outcomes), []
     for pair in list(found[0])[:rows_shown]:
         cells = []
-        for _, mean, half, p in (of_pairs[pair] for of_pairs in found):
-            text = f"{mean:+.3f} ± {half:.3f}"
+        for values, mean, half, p in (of_pairs.get(pair, MISSING) for of_pairs in found):
+            text = f"{mean:+.3f} ± {half:.3f}" if len(values) else ""
             cells.append(f"**{text}**" if p < 0.05 else text)
         label, expected = pairs[pair]
         label = label.replace(", new seeds", "").replace("learning rate × 0.5", "half rate")
@@ -195,12 +198,9 @@ def comparisons_table(frame, pairs, outcomes):
         seeds = found[0][pair][0].index
         row = [pairs[pair][0], *[pairs[pair][1]] * told, f"{len(seeds)}"]
         for of_pairs in found:
-            if pair not in of_pairs:  # no two seeds have this outcome
-                row += ["", ""]
-                continue
-            values, mean, half, p = of_pairs[pair]
+            values, mean, half, p = of_pairs.get(pair, MISSING)
             text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
-            row += [text, f"{p:.3f}" if p >= 0.0005 else "< 0.001"]
+            row += [text, f"{p:.3f}" if p >= 0.0005 else "< 0.001"] if len(values) else ["", ""]
         if with_kl:
             shared = frame[frame.seed.isin(seeds)]
             sides = (shared[shared.method == name].metrics for name in pair)

@@ -264,6 +264,7 @@ def test_the_laboratorys_tables_with_few_runs():
         fast = [2 * x + 0.1 for x in kl[1:]]
         lines += [line_of("Lopti", seed, 0.1, 0.5, training=fast, kl=[2 * x for x in kl])]
     lines[-1]["metrics"]["accuracy"][0] = lines[-2]["metrics"]["accuracy"][0] = 0.1
+    pair = "Lopti", "GRPO"
     values = analysis.by_seed(analysis.run_frame(lines), "Lopti", "GRPO", analysis.EQUAL_KL)
     assert values.tolist() == pytest.approx([0.1] * 2)
     made = analysis.tables(lines)
@@ -271,6 +272,17 @@ def test_the_laboratorys_tables_with_few_runs():
     assert "## unit steps" not in analysis.pages(made)[analysis.TABLES]
     page = "a\n<!-- methods -->\nold\n<!-- end -->\nb"
     assert analysis.with_tables(page, {"methods": "new"}) == page.replace("old", "new")
+    near = [
+        line_of(*run, training=[0.1] * 8, kl=[0.001] * 9)
+        for run in itertools.product(pair, range(2))
+    ]
+    told = (
+        analysis.run_frame(near),
+        {pair: ("Lopti − GRPO", "")},
+        (analysis.WHOLE, analysis.EQUAL_KL),
+    )
+    assert analysis.short_table(*told).endswith("| +.000 ± .000 | |")  # too near for equal KL
+    assert "(0 of 2) | 1.000 | | | .001 and .001 |" in analysis.comparisons_table(*told)
     by_step, by_kl = plot.draw_two_views(lines, ("GRPO", "Lopti"), ("by step", "by KL")).axes
     ends = [line.get_ydata()[-1] - line.get_xdata()[-1] for line in by_kl.lines]
     assert len(by_step.lines) == 2 and ends[1] - ends[0] == pytest.approx(0.1)
