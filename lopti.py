@@ -63,8 +63,7 @@ from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream,
 transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
 
-# --------------------------------------------------------------------------------------------------
-# 1. A training step
+# 1. A training step -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -128,8 +127,7 @@ def training_step(policy, reference, optimizer, tokenizer, prompts, args):
     return metrics, [dict(zip(names, each)) for each in zip(*columns, rewards.tolist())]
 
 
-# --------------------------------------------------------------------------------------------------
-# 2. Group-relative advantages and the loss (Eq. 1)
+# 2. Group-relative advantages and the loss (Eq. 1) ------------------------------------------------
 
 
 def group_advantages(rewards, group_size):
@@ -220,8 +218,7 @@ def kl_estimate(logprobs, ref_logprobs):
     return (difference.exp() - difference - 1).clamp(-10, 10)
 
 
-# --------------------------------------------------------------------------------------------------
-# 3. Advantage Reweighting (Eq. 4)
+# 3. Advantage Reweighting (Eq. 4) -----------------------------------------------------------------
 
 
 def reweight_advantages(advantages, old_logprobs, alpha):
@@ -236,8 +233,7 @@ def reweight_advantages(advantages, old_logprobs, alpha):
     return (alpha * old_logprobs.exp() + (1 - alpha)) * advantages
 
 
-# --------------------------------------------------------------------------------------------------
-# 4. Lopti: isolate the low-probability tokens
+# 4. Lopti: isolate the low-probability tokens -----------------------------------------------------
 
 
 def split_tokens(old_logprobs, mask, eta):
@@ -265,8 +261,7 @@ def update_stages(low, high, mask, eta, order="low-high"):
     return [(name, {"low": low, "high": high}[name]) for name in order.split("-")]
 
 
-# --------------------------------------------------------------------------------------------------
-# 5. The update: mini-batches (one optimizer step each) of micro-batches (what memory allows)
+# 5. The update: mini-batches (one optimizer step each) of micro-batches (what memory allows) ------
 
 # What `update` adds up, 0 where no step is taken: every line of metrics.jsonl has the same keys.
 STATISTICS = ("policy_loss", "kl", "ratio_mean", "updated_share", "grad_norm", "optimizer_steps")
@@ -369,8 +364,7 @@ def gradient_checkpointing(model, args):
             del layer.forward
 
 
-# --------------------------------------------------------------------------------------------------
-# 6. Log-probabilities: log π(o_t | q, o_<t) at the sampling temperature
+# 6. Log-probabilities: log π(o_t | q, o_<t) at the sampling temperature ---------------------------
 
 
 def token_logits(model, ids, tokens, temperature, min_p=0.0):
@@ -438,8 +432,7 @@ def score(model, rollout, args, with_entropy=False):
     return logprobs, entropies
 
 
-# --------------------------------------------------------------------------------------------------
-# 7. Sampling: o_i ~ π_old(· | q), G responses to each prompt
+# 7. Sampling: o_i ~ π_old(· | q), G responses to each prompt --------------------------------------
 
 
 @torch.no_grad()
@@ -517,8 +510,7 @@ def pack(prompts, responses, pad_id=0):
     return ids, (places >= starts) & (places < lengths[:, None]), lengths
 
 
-# --------------------------------------------------------------------------------------------------
-# 8. Later methods (REINFORCE++, STAPO, 80/20, safe vocabulary), and our correction of a bias
+# 8. Later methods (REINFORCE++, STAPO, 80/20, safe vocabulary), and our correction of a bias ------
 
 
 def reinforce_pp_advantages(rewards, mask):
@@ -611,9 +603,7 @@ def safe_vocabulary(logits, min_p):
     return logits >= logits.max(-1, keepdim=True).values + math.log(min_p)
 
 
-# --------------------------------------------------------------------------------------------------
-# 9. Fast sampling: HF `generate` with a key-value cache that has room
-
+# 9. Fast sampling: HF `generate` with a key-value cache that has room -----------------------------
 
 STRETCH = 32  # tokens: so often ended responses leave, and the cache has room for as many
 
@@ -680,8 +670,7 @@ class LayerWithRoom(DynamicLayer):
         return self.keys, self.values
 
 
-# --------------------------------------------------------------------------------------------------
-# 10. Evaluation
+# 10. Evaluation -----------------------------------------------------------------------------------
 
 
 def wilson_interval(mean, count):
@@ -764,8 +753,7 @@ def show_learned(rows, before, after, args):
             print(title, " ".join(answers[row][0][0].rpartition("</think>")[2].split())[:300])
 
 
-# --------------------------------------------------------------------------------------------------
-# 11. A run: its metrics, its folder, how it stops and goes on
+# 11. A run: its metrics, its folder, how it stops and goes on -------------------------------------
 
 
 @contextmanager
@@ -967,8 +955,7 @@ def replaced_at_once(path):
         os.replace(partial, path)
 
 
-# --------------------------------------------------------------------------------------------------
-# 12. The model
+# 12. The model ------------------------------------------------------------------------------------
 
 
 def load_model(name, device):
@@ -1057,8 +1044,7 @@ def make_optimizer(policy, args):
     return torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=decay, fused=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# 13. Flags and main
+# 13. Flags and main -------------------------------------------------------------------------------
 
 CONSTANTS = {  # without a flag; `args` has them like all other settings
     "weight_decay": 0.01,  # of AdamW
