@@ -380,11 +380,9 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
     def select(output_layer, inputs):
         return inputs[0][positions]  # (B, L, hidden size) → (M, hidden size)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(select)
-    try:  # padding is on the right, where a causal model never looks: no attention mask is needed
+    # Padding is on the right, where a causal model never looks: no attention mask is needed.
+    with model.get_output_embeddings().register_forward_pre_hook(select):
         logits = model(ids, use_cache=False).logits
-    finally:
-        hook.remove()
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.masked_fill(~safe_vocabulary(logits, min_p), -math.inf) if min_p else logits
 
