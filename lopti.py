@@ -40,7 +40,7 @@ import sys
 import textwrap
 import time
 from collections import Counter, defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -348,20 +348,16 @@ def mixed_precision(model, args):
 
 @contextmanager
 def gradient_checkpointing(model, args):
-    """With --gradient-checkpointing: keep each layer's input only, and compute the rest again in
-    the backward pass. Less memory, a third more time.
+    """With the flag: keep each layer's input only, and compute the rest again in the backward pass.
 
     Not transformers' own switch, which works in training mode only, and so with dropout.
     """
-    parts = model.modules() if args.gradient_checkpointing else ()
-    layers = [part for part in parts if isinstance(part, GradientCheckpointingLayer)]
-    for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    try:
+    with ExitStack() as undo:
+        for layer in model.modules() if args.gradient_checkpointing else ():
+            if isinstance(layer, GradientCheckpointingLayer):
+                layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+                undo.callback(delattr, layer, "forward")
         yield
-    finally:
-        for layer in layers:
-            del layer.forward
 
 
 # 6. Log-probabilities: log π(o_t | q, o_<t) at the sampling temperature ---------------------------
