@@ -983,12 +983,11 @@ def check_model(model, tokenizer, rows, args):
             raise ValueError("it keeps a state instead of keys and values")
         two_tokens = argparse.Namespace(**{**vars(args), "max_new_tokens": 2})
         rollout = sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
-        first, second = rollout.ids[:1], rollout.ids[:1].clone()
-        second[0, -1] = first[0, 0]  # another last token: what stands before it must not change
-        before = torch.ones_like(first, dtype=torch.bool)
-        before[:, 0] = before[:, -1] = False
-        pair = [token_logits(model, ids, before, 1.0) for ids in (first, second)]
-        if not torch.allclose(*pair, atol=1e-3):
+        ids = rollout.ids[:1].repeat(2, 1)  # (2, L)
+        ids[1, -1] = ids[1, 0]  # another last token: what stands before it must not change
+        before = torch.ones_like(ids, dtype=torch.bool)
+        before[:, [0, -1]] = False
+        if not torch.allclose(*token_logits(model, ids, before, 1.0).chunk(2), atol=1e-3):
             raise ValueError("it sees the tokens that follow")
 
 
