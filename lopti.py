@@ -438,15 +438,10 @@ def sample(model, tokenizer, prompts, group_size, temperature, args):
     end_ids, pad_id = end_token_ids(model, tokenizer), tokenizer.pad_token_id
     # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
     # top_p 0.8 and a repetition penalty, and with those we would not sample from the π we score.
-    drawing = {"temperature": temperature, "top_k": 0, "top_p": 1.0, "min_p": args.min_p or None}
-    settings = GenerationConfig(
-        do_sample=temperature > 0,
-        **(drawing if temperature else {}),
-        repetition_penalty=1.0,
-        max_new_tokens=args.max_new_tokens,
-        eos_token_id=end_ids,
-        pad_token_id=pad_id,
-    )
+    settings = GenerationConfig(max_new_tokens=args.max_new_tokens, repetition_penalty=1.0)
+    settings.update(eos_token_id=end_ids, pad_token_id=pad_id, do_sample=temperature > 0)
+    if temperature:
+        settings.update(temperature=temperature, top_k=0, top_p=1.0, min_p=args.min_p or None)
     prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
     prompt_of = torch.arange(len(prompts)).repeat_interleave(group_size)  # (B,)
     parts = prompt_of.split(args.sample_batch_size or len(prompt_of))
