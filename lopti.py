@@ -239,8 +239,6 @@ def reweight_advantages(advantages, old_logprobs, alpha):
 def split_tokens(old_logprobs, mask, eta):
     """The response tokens with π < η and those with π ≥ η, π = exp(old_logprobs): two (B, L) masks.
 
-    Disjoint, and together the mask. η = 0 leaves the first empty.
-
     >>> split_tokens(torch.tensor([[0.1, 0.5, 0.9]]).log(), torch.tensor([[True] * 3]), eta=0.5)
     (tensor([[ True, False, False]]), tensor([[False,  True,  True]]))
     """
@@ -280,7 +278,7 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
     totals, rollout = Counter(dict.fromkeys(STATISTICS, 0)), replace(rollout, tokens=tokens)
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
         batch, sums = rollout.rows(indices), Counter()
-        all_tokens, batch.mask = batch.mask, tokens_to_keep(policy, batch, args)  # section 8
+        batch.mask = tokens_to_keep(policy, batch, args)  # section 8
         normalizer = batch.mask.sum()  # N
         busy = batch.mask.any(1) if args.without_bias else (batch.mask & batch.tokens).any(1)
         if not args.kl_coef:  # then a response whose advantages are 0 has no gradient
@@ -292,7 +290,7 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
             sums.update(statistics)  # a Counter adds
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
         sums["grad_norm"] = float(norm)
-        totals["masked_tokens"] += int(all_tokens.sum() - normalizer)
+        totals["masked_tokens"] += int(rollout.mask[indices].sum() - normalizer)
         if sums["grad_norm"] == 0:
             totals["skipped_steps"] += 1
         elif all(map(math.isfinite, sums.values())):
@@ -329,10 +327,7 @@ def batch_loss(policy, batch, normalizer, args, stage="all"):
 
 
 def micro_batches(indices, lengths, size):
-    """Cut rows into lists of similar length, each of at most `size` tokens, padding included.
-
-    A row that is longer than that is alone.
-    """
+    """Cut rows into lists of similar length: one row, or at most `size` tokens with padding."""
     batches, lengths = [], lengths.tolist()
     for index in sorted(indices, key=lengths.__getitem__):
         if not batches or (len(batches[-1]) + 1) * lengths[index] > size:
@@ -384,9 +379,7 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
 
 
 def token_logprobs(logits, ids, tokens):
-    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits), for M tokens: (M, V) → (B, L)
-
-    0 where `tokens` (B, L) is False.
+    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits): (M, V) → (B, L), 0 off `tokens`.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
     tensor([[ 0.0000, -1.3863]])
@@ -672,8 +665,7 @@ def wilson_interval(mean, count):
     """
     z = 1.959964
     centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-    root = math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-    half = z / (1 + z * z / count) * root
+    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count**2))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
