@@ -1074,8 +1074,7 @@ def number(kind, low, high=math.inf):
 
 def build_parser():
     share, not_negative = number(float, 0, 1), number(float, 0, 1e9)
-    rate, temperature = number(float, 1e-12, 1), number(float, 0.01, 100)
-    count, at_least_1, score = number(int, 0), number(int, 1), number(float, -1e9, 1e9)
+    count, at_least_1 = number(int, 0), number(int, 1)
     parser = Parser(
         usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
         description=__doc__.split("\n\n")[0],
@@ -1107,12 +1106,12 @@ def build_parser():
     group = parser.add_argument_group("sampling")
     add("--prompts-per-step", "prompts in a rollout batch", 16, type=at_least_1)
     add("--group-size", "G: responses to each prompt", 8, type=at_least_1)
-    add("--temperature", "T_s, of sampling and every π", 1.0, type=temperature)
+    add("--temperature", "T_s, of sampling and every π", 1.0, type=number(float, 0.01, 100))
     add("--max-prompt-length", "longer prompts are dropped", 400, type=at_least_1)
     add("--max-new-tokens", "longest response, in tokens", 256, type=at_least_1)
     add("--sample-batch-size", "responses at a time; 0: all", 256, type=count)
     group = parser.add_argument_group("optimisation")
-    add("--learning-rate", "of AdamW, constant", 1e-4, type=rate)
+    add("--learning-rate", "of AdamW, constant", 1e-4, type=number(float, 1e-12, 1))
     add("--mini-batch-size", "responses in an optimizer step; 0: all", 64, type=count)
     add("--tokens-per-microbatch", "changes memory and speed only", 2048, type=at_least_1)
     add("--gradient-checkpointing", "less memory, a third more time", False)
@@ -1123,7 +1122,7 @@ def build_parser():
     add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
     add("--eval-data", "evaluation rows, in the same forms")
     add("--reward", "your own, f(completions, solution, **columns)", metavar="MODULE:FUNCTION")
-    add("--solved-reward", "a response counts as right from this reward on", type=score)
+    add("--solved-reward", "a response is right from this reward on", type=number(float, -1e9, 1e9))
     add("--people", "kk: sizes of puzzles", [2, 3], type=int, nargs="+")
     dtypes = ("auto", "float32", "bfloat16")
     add("--dtype", "of forward passes; auto: bfloat16 on a GPU that has it", "auto", choices=dtypes)
