@@ -725,13 +725,16 @@ def show_responses(rows, answers, count):
 
 def show_learned(rows, before, after, args):
     """Print the shortest held-out prompt whose greedy answer became right, if there is one."""
-    right = [[each[0][1] >= args.solved_reward for each in answers] for answers in (before, after)]
-    learned = [row for row, *was_and_is in zip(range(len(rows)), *right) if was_and_is == [0, 1]]
+    learned = []
+    for row, was, now in zip(rows, before, after):
+        (old_text, old_reward), (text, reward) = was[0], now[0]  # the greedy answers
+        if old_reward < args.solved_reward <= reward:
+            learned.append((row["asked"], old_text, text))
     if learned:
-        row = min(learned, key=lambda row: len(rows[row]["asked"]))
-        print(f"\nA prompt that it has learned to answer:\n{textwrap.fill(rows[row]['asked'], 99)}")
-        for title, answers in (("before:", before), ("after: ", after)):
-            print(title, " ".join(answers[row][0][0].rpartition("</think>")[2].split())[:300])
+        asked, *texts = min(learned, key=lambda each: len(each[0]))
+        print(f"\nA prompt that it has learned to answer:\n{textwrap.fill(asked, 99)}")
+        for title, text in zip(("before:", "after: "), texts):
+            print(title, " ".join(text.rpartition("</think>")[2].split())[:300])
 
 
 # 11. A run: its metrics, its folder, how it stops and goes on -------------------------------------
