@@ -367,12 +367,9 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
     words the logits of all tokens would take more memory than the model.
     """
     positions = tokens.roll(-1, 1)  # logits at t speak of token t+1; the first is no response's
-
-    def select(output_layer, inputs):
-        return inputs[0][positions]  # (B, L, hidden size) → (M, hidden size)
-
-    # Padding is on the right, where a causal model never looks: no attention mask is needed.
-    with model.get_output_embeddings().register_forward_pre_hook(select):
+    output_layer = model.get_output_embeddings()  # before it (B, L, size) → (M, size)
+    with output_layer.register_forward_pre_hook(lambda _, inputs: inputs[0][positions]):
+        # Padding is on the right, where a causal model never looks: no attention mask is needed.
         logits = model(ids, use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.masked_fill(~safe_vocabulary(logits, min_p), -math.inf) if min_p else logits
