@@ -376,7 +376,7 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
 
 
 def token_logprobs(logits, ids, tokens):
-    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits): (M, V) → (B, L), 0 off `tokens`.
+    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits): (M, V) → (B, L), 0 elsewhere.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
     tensor([[ 0.0000, -1.3863]])
@@ -673,9 +673,9 @@ def evaluate(policy, tokenizer, rows, args):
     {difficulty: {"prompts": n, "greedy": ..., "avg@k": ..., "pass@k": ...}} and, for each row, its
     (response, reward), the greedy one first.
     """
-    k, device, prompts = args.eval_samples, policy.device, [row["prompt"] for row in rows]
-    answers, devices = [[] for _ in rows], [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type):
+    k, device = args.eval_samples, policy.device
+    prompts, answers = [row["prompt"] for row in rows], [[] for _ in rows]
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(args.seed + 1)
         for group_size, temperature in [(1, 0), (k, 1.0)] if k else [(1, 0)]:
             texts = sample(policy, tokenizer, prompts, group_size, temperature, args).texts
