@@ -376,7 +376,7 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
 
 
 def token_logprobs(logits, ids, tokens):
-    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits): (M, V) → (B, L), 0 elsewhere.
+    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits): (M, V) → (B, L), 0 off `tokens`.
 
     >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
     tensor([[ 0.0000, -1.3863]])
