@@ -168,46 +168,34 @@ def markdown(rows):
     return re.sub(r"(-?)\b0(\.\d{3})", lambda cell: cell[1].replace("-", "−") + cell[2], text)
 
 
-def all_differences(frame, pairs, outcomes):
-    """The column of the KL that all these runs have, and the `differences` of each outcome."""
+def difference_rows(frame, pairs, outcomes):
+    """A head and a row for each pair: those of TABLES.md, and the short ones of RESULTS.md.
+
+    The first have p by Holm for every outcome, seeds and KL, the others are bold where p < .05.
+    """
     kl = column_of_kl(frame[frame.method.isin({name for pair in pairs for name in pair})].metrics)
-    return kl, [differences(frame, pairs, outcome, kl) for outcome in outcomes]
-
-
-def short_table(frame, pairs, outcomes, rows_shown=None):
-    """The table for RESULTS.md: the first pairs, their outcomes, bold where p < .05 by Holm."""
-    (_, found), rows = all_differences(frame, pairs, outcomes), []
-    for pair in list(found[0])[:rows_shown]:
-        cells = []
-        for values, mean, half, p in (of_pairs.get(pair, MISSING) for of_pairs in found):
-            text = f"{mean:+.3f} ± {half:.3f}" if len(values) else ""
-            cells.append(f"**{text}**" if p < 0.05 else text)
-        label, expected = pairs[pair]
-        label = label.replace(", new seeds", "").replace("learning rate × 0.5", "half rate")
-        rows.append((label, expected, *cells))
-    return markdown([("difference", "expected", *outcomes), *rows])
-
-
-def comparisons_table(frame, pairs, outcomes):
-    """A row for each pair: every outcome with its interval and p by Holm."""
-    kl, found = all_differences(frame, pairs, outcomes)
+    found = [differences(frame, pairs, outcome, kl) for outcome in outcomes]
     told, with_kl = any(told for _, told in pairs.values()), EQUAL_KL in " ".join(outcomes)
     head = [part for outcome in outcomes for part in (outcome, "p (Holm)")]
     rows = [("difference", *["expected"] * told, "seeds", *head, *[KL_END] * with_kl)]
+    short = [("difference", "expected", *outcomes)]
     for pair in found[0]:
-        seeds = found[0][pair][0].index
-        row = [pairs[pair][0], *[pairs[pair][1]] * told, f"{len(seeds)}"]
-        for of_pairs in found:
-            values, mean, half, p = of_pairs.get(pair, MISSING)
-            text = f"{mean:+.3f} ± {half:.3f} ({sum(values > 0)} of {len(values)})"
-            row += [text, f"{p:.3f}" if p >= 0.0005 else "< 0.001"] if len(values) else ["", ""]
+        (label, expected), seeds = pairs[pair], found[0][pair][0].index
+        row, cells = [label, *[expected] * told, f"{len(seeds)}"], []
+        for values, mean, half, p in (of_pairs.get(pair, MISSING) for of_pairs in found):
+            text = f"{mean:+.3f} ± {half:.3f}" if len(values) else ""
+            cells.append(f"**{text}**" if p < 0.05 else text)
+            row.append(text and f"{text} ({sum(values > 0)} of {len(values)})")
+            row.append(text and (f"{p:.3f}" if p >= 0.0005 else "< 0.001"))
         if with_kl:
             shared = frame[frame.seed.isin(seeds)]
-            sides = (shared[shared.method == name].metrics for name in pair)
+            sides = [shared[shared.method == name].metrics for name in pair]
             ends = [np.mean([metrics[kl][-1] for metrics in side]) for side in sides]
             row.append(" and ".join(f"{end:.3f}" for end in ends))
         rows.append(row)
-    return markdown(rows)
+        label = label.replace(", new seeds", "").replace("learning rate × 0.5", "half rate")
+        short.append((label, expected, *cells))
+    return rows, short
 
 
 def methods_table(frame):
@@ -293,21 +281,20 @@ SHORT |= {"without bias": 5, "wordy, steps of .005": 4}
 
 def tables(lines):
     """The tables by name; `lines` are those of runs.jsonl."""
-    frame, compared = run_frame(lines), comparisons()
+    frame, made = run_frame(lines), {}
+    for name, (pairs, outcomes) in comparisons().items():
+        rows, short = difference_rows(frame, pairs, outcomes)
+        made[name] = markdown(rows)
+        if name in SHORT:
+            made[f"{name}, in short"] = markdown(short[: 1 + SHORT[name]])
     untrained = [
         line | {"method": "before training", "metrics": {}, "evaluations": line["evaluations"][:1]}
         for line in lines
         if line["method"] == "GRPO"
     ]
-    return {
-        **{name: comparisons_table(frame, *table) for name, table in compared.items()},
-        "methods": methods_table(run_frame([*untrained, *lines])),
-        "designed worlds": worlds_table(read_lines(world.FILE)),
-        **{
-            f"{name}, in short": short_table(frame, *compared[name], rows_shown=rows)
-            for name, rows in SHORT.items()
-        },
-    }
+    made["methods"] = methods_table(run_frame([*untrained, *lines]))
+    made["designed worlds"] = worlds_table(read_lines(world.FILE))
+    return made
 
 
 HEAD = """# All tables of the laboratory
