@@ -297,18 +297,6 @@ def tables(lines):
     return made
 
 
-HEAD = """# All tables of the laboratory
-
-`python data/lab/analysis.py --write` makes this page from `runs.jsonl`. A difference is *first
-minus second*, by seed; ± is half of a 95 % interval; in brackets, how many seeds are above 0. p is
-corrected by Holm for its column. *By step* is accuracy in training, the mean from step 2 on;
-*sampled accuracy* is on held-out puzzles, the mean of the last two evaluations. *KL at the end* is
-that at sampling; in runs that did not record it the mean over the last update, for *high only* and
-*low only* that of their own tokens alone. In *designed worlds* a difference is one of 20 seeds: at
-one learning rate, each method at its best, at equal KL; °: a rate at an end of the grid.
-"""
-
-
 def with_tables(text, made):
     """RESULTS.md with what stands between `<!-- name -->` and `<!-- end -->` made anew."""
     new = lambda mark: f"<!-- {mark[1]} -->\n{made[mark[1]]}\n<!-- end -->"
@@ -316,11 +304,12 @@ def with_tables(text, made):
 
 
 def pages(made):
-    """The two pages as they should be: path → text."""
+    """The two pages as they should be: path → text. Their prose is theirs, the tables are made."""
     shown = {name: table for name, table in made.items() if table.count("\n") > 1}  # has rows
     parts = [f"## {name}\n\n{table}\n" for name, table in shown.items() if "in short" not in name]
-    results = with_tables(PAGE.read_text(encoding="utf-8"), made)
-    return {PAGE: results, TABLES: "\n".join([HEAD, *parts])}
+    results, prose = (path.read_text(encoding="utf-8") for path in (PAGE, TABLES))
+    head = prose.partition("## ")[0]
+    return {PAGE: with_tables(results, made), TABLES: head + "\n".join(parts)}
 
 
 def main():
