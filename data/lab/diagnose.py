@@ -336,7 +336,7 @@ def adam_statistics(entries, args, used):
     others = (1 - torch.eye(count, dtype=entries.dtype)) / (count - 1)  # takes means of all others
     for passes in [(grpo,), (low, high), *((one,) for one in (*ar, *unbiased))]:
         means, squares = ([others @ each for each in x] for x in (passes, [g**2 for g in passes]))
-        steps = theory.drift_of_moments(means, squares).nan_to_num(0.0)  # 0/0: it has no gradient
+        steps = theory.adam_drift(means, squares).nan_to_num(0.0)  # 0/0: it has no gradient
         found.append([float(steps.norm(dim=1).sum()), float((steps * grpo).sum())])
     distance, progress = np.array(found).T / np.array(found[:1]).T
     per_distance = progress / distance

@@ -182,25 +182,19 @@ def split_threshold(phi, cosine=0.0):
     return (1 - at_0) / (at_1 - at_0)  # the gain is linear in σ
 
 
-def adam_drift(*stages):
+def adam_drift(means, squares):
     """The mean step per batch of one AdamW that alternates between stages; in learning rates.
 
         Σ_stages E[g] / √(mean over stages of E[g²]),   for each parameter
 
-    A stage is its gradients (batches, P); → (P,). Assumes a policy that stands still, many batches,
-    β₂ → 1, no clip, no weight decay; β₁ does not enter. GRPO is adam_drift(low + high). Lopti is
-    adam_drift(low, high), for each parameter √2 times that where the stages are uncorrelated and 2
-    times where they are equal: a longer step of GRPO. With an AdamW for each stage it is
-    adam_drift(low) + adam_drift(high).
+    E[g] and E[g²] of each stage: lists of (..., P) → (..., P). Assumes a policy that stands still,
+    many batches, β₂ → 1, no clip, no weight decay; β₁ does not enter. GRPO is one stage. Lopti is
+    two, low and high, for each parameter √2 times GRPO's step where these are uncorrelated and 2
+    times where they are equal: a longer step of GRPO. With an AdamW for each stage it is the sum of
+    the drifts of low and of high.
 
-    >>> low, high = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
-    >>> adam_drift(low + high), adam_drift(low, high)
+    >>> low, high = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])  # of a single batch
+    >>> adam_drift([low + high], [(low + high) ** 2]), adam_drift([low, high], [low**2, high**2])
     (tensor([1., 1.]), tensor([1.4142, 1.4142]))
     """
-    means = [stage.mean(0) for stage in stages]
-    return drift_of_moments(means, [(stage**2).mean(0) for stage in stages])
-
-
-def drift_of_moments(means, squares):
-    """`adam_drift` of stages whose E[g] and E[g²] are given: lists of (..., P) → (..., P)."""
     return sum(means) / (sum(squares) / len(squares)) ** 0.5
