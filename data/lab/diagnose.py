@@ -61,13 +61,6 @@ SMALL_IF_SURE = 3  # or one whose interval does not hold 0 and ends before this
 PAGE = Path(__file__).with_suffix(".txt.in").read_text(encoding="utf-8").rstrip()
 
 
-def changed(settings, **changes):
-    """A copy of lopti's arguments or of a Rollout with some attributes changed."""
-    result = copy.copy(settings)
-    vars(result).update(changes)
-    return result
-
-
 def kinds(ids, mask, tokenizer):
     """Wording, words that start another attempt, `</think>`: (3, B, L). Else (0, B, L)."""
     vocabulary = tokenizer.get_vocab()
@@ -89,27 +82,28 @@ def texts_to_learn(policy, tokenizer, rows, args):
     responses = [(x + end * (x[-1:] != end))[: args.max_new_tokens] for x in responses]
     tensors = [x.to(policy.device) for x in lopti.pack(prompts, responses, tokenizer.pad_token_id)]
     rollout = lopti.Rollout(*tensors, torch.zeros_like(tensors[-1]) > 0, [""] * len(rows))
-    rollout.old_logprobs, entropies = lopti.score(policy, rollout, args, with_entropy=True)
+    rollout.old_logprobs, _ = lopti.score(policy, rollout, args)
     rollout.advantages = rollout.mask.float()
-    return rollout, torch.ones(len(rows)), entropies
+    return rollout, torch.ones(len(rows))
 
 
 def collect(policy, tokenizer, rows, args):
     """One rollout batch, made as `lopti.training_step` makes it: sample, judge, score, advantages.
 
-    Returns the rollout, with Â before Eq. 4, the rewards (B,) and the entropies (B, L).
+    Returns the rollout, with Â before Eq. 4, and the rewards (B,).
     """
     batch = [row for row in rows for _ in range(args.group_size)]
     prompts = [row["prompt"] for row in rows]
     rollout = lopti.sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args)).to(policy.device)
-    rollout.old_logprobs, entropies = lopti.score(policy, rollout, args, with_entropy=True)
+    rollout.old_logprobs, _ = lopti.score(policy, rollout, args)
     if args.advantage == "grpo":
-        advantages = lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+        rollout.advantages = (
+            lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+        )
     else:
-        advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
-    rollout.advantages = advantages
-    return rollout, rewards, entropies
+        rollout.advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
+    return rollout, rewards
 
 
 def stored(gradient, exact):
@@ -187,11 +181,12 @@ def moves(policy, batch, args, norm):
     After a step of gradient descent on all tokens, on π < .25 and on π ≥ .75 alone. That on
     all, whose gradient has the norm `norm`, is as long as a fresh AdamW's.
     """
-    args = changed(args, kl_coef=0.0, mini_batch_size=0, max_grad_norm=math.inf)
+    settings = vars(args) | {"kl_coef": 0.0, "mini_batch_size": 0, "max_grad_norm": math.inf}
+    args = argparse.Namespace(**settings)
     if policy.num_parameters() < 5e7 and policy.device.type != "mps":  # likely tokens move little
         policy, args.dtype = copy.deepcopy(policy).double(), "float32"
         policy.set_experts_implementation("eager")  # grouped ones take no float64
-    exactly = changed(args, dtype="float32")
+    exactly = argparse.Namespace(**settings | {"dtype": "float32"})
     probabilities = lambda model: lopti.score(model, batch, exactly)[0].exp()
     rate = args.learning_rate * policy.num_parameters() ** 0.5 / norm
     pi, every, sizes = batch.old_logprobs.exp(), batch.mask, []
@@ -437,7 +432,7 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []
     for _ in tqdm(range(count), "rollout batches", disable=None):
-        rollout, rewards, _ = source(policy, tokenizer, next(prompts), args)
+        rollout, rewards = source(policy, tokenizer, next(prompts), args)
         right += (rewards >= args.solved_reward).tolist()
         for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step

@@ -26,7 +26,6 @@ from test_lopti import (  # isort: skip, because it says that no test asks the h
     TOKENIZER,
     arguments,
     plain_distribution,
-    plain_entropy,
     plain_logprobs,
     plain_rows,
     read_jsonl,
@@ -77,7 +76,7 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
     batches, svg = [], tmp_path / "update.svg"
     spy(monkeypatch, diagnose, "collect", lambda batch, *inputs: batches.append(batch))
     shown = page_data(f"{PAGE_FLAGS} --picture {svg}", tmp_path / "tokens.html")
-    rollout, values, _ = batches[0]
+    rollout, values = batches[0]
     policy, grpo, first = (lopti.load_model(TINY, "cpu")[0] for _ in range(3))
     args, pair = arguments("--mini-batch-size 0"), pages.best_and_worst(values, 4, 1)[0]
     assert values[pair[0]] == values[:4].max() or values[pair[0]] == values[4:].max()
@@ -92,7 +91,6 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
         moved = (plain_logprobs(one, (prompt, ids), 1.0).detach() for one in (grpo, first))
         expected = {
             "pi": chosen,
-            "entropy": plain_entropy(pi.log()),
             "gradient": (advantages.sum() / len(ids)).abs() * slope.norm(dim=1),
             **{name: x - chosen.log() for name, x in zip(("grpo", "lopti_low"), moved)},
         }
@@ -134,7 +132,7 @@ def test_what_is_given_is_taken(tmp_path):
     for answer in prompt["answers"]:  # then AR is GRPO, and Lopti has no first pass
         assert answer["tokens"]["ar"] == answer["tokens"]["grpo"] == answer["tokens"]["lopti"]
         assert not any(answer["tokens"]["lopti_low"])
-    for flags in ("--without-bias", "--eval-only", "--stapo", "--min-p 0.1"):
+    for flags in ("--without-bias", "--eval-only", "--stapo", "--top-entropy 0.2", "--min-p 0.1"):
         with pytest.raises(lopti.UserError, match=f"not {flags.split()[0]}"):
             pages.main(flags.split())
 
@@ -508,7 +506,7 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
     torch.manual_seed(0)
     args = lopti.parse_arguments([*SMALL_BATCH, "--eta", "0.4", "--temperature", "0.8"])
     policy, tokenizer = lopti.load_model(args.model, torch.device("cpu"))
-    batch, *_ = diagnose.collect(policy, tokenizer, lopti.load_data(args, tokenizer)[0][:2], args)
+    batch, _ = diagnose.collect(policy, tokenizer, lopti.load_data(args, tokenizer)[0][:2], args)
     batch.advantages, terms, energy = torch.randn(len(batch.mask), 1) * batch.mask, 0.0, 0.0
     words = diagnose.kinds(batch.ids, batch.mask, tokenizer)
     found = [tokenizer.convert_ids_to_tokens(batch.ids[kind].tolist()) for kind in words]
@@ -651,7 +649,7 @@ def test_texts_as_taught_are_learnt(tmp_path):
     args = arguments(f"--data {file} --people 2 3 4")
     args.max_new_tokens = 400
     rows, policy = lopti.load_data(args, TOKENIZER)[0], lopti.load_model(TINY, "cpu")[0]
-    batch, *_ = diagnose.texts_to_learn(policy, TOKENIZER, rows, args)
+    batch, _ = diagnose.texts_to_learn(policy, TOKENIZER, rows, args)
     assert len(rows) == 20 and (batch.ids[batch.mask] != TOKENIZER.unk_token_id).all()
     assert batch.old_logprobs[batch.mask].mean() > -1  # it was taught such texts
     mixture = pretrain.new_model(TOKENIZER, 4)
@@ -663,7 +661,7 @@ def test_texts_as_taught_are_learnt(tmp_path):
 def test_texts_to_learn():
     rows = [{"prompt": "a", "columns": {"response": text}} for text in ("Say fine", "ok<|end|>")]
     args = arguments("--max-new-tokens 3")
-    batch, *_ = diagnose.texts_to_learn(lopti.load_model(TINY, "cpu")[0], TOKENIZER, rows, args)
+    batch, _ = diagnose.texts_to_learn(lopti.load_model(TINY, "cpu")[0], TOKENIZER, rows, args)
     texts = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch.ids, batch.mask)]
     assert texts == ["Say fine <|end|>", "ok <|end|>"]
     assert torch.equal(batch.advantages, batch.mask.float()) and batch.mask.sum() == 5

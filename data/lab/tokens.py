@@ -6,18 +6,19 @@
 
 The policy answers a batch of training prompts. A copy of it makes one update with each method. The
 page has the best and the worst answer to some prompts, each token coloured by π, by its gradient,
-by the change of log π, and so on. The picture is an SVG that moves: the first of these answers, the
+by the change of log π. The picture is an SVG that moves: the first of these answers, the
 gradient of each token, and what Lopti's two passes do to it.
 
-Beside --out and --picture it takes lopti.py's flags, but for those of later methods. α, η and the ρ
-of 80/20 are the papers' unless given; --show says how many prompts. An optimizer step takes the
-whole batch. All is in float32.
+Beside --out and --picture it takes lopti.py's flags, but for those of later methods. α and η are
+the paper's unless given; --show says how many prompts. An optimizer step takes the whole batch. All
+is in float32.
 """
 
 import argparse
 import json
 import shlex
 import sys
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from string import Template
@@ -33,9 +34,10 @@ from variants import updated_copy
 
 HERE = Path(__file__).resolve().parent
 
-DEFAULTS = ["--alpha", "0.3", "--eta", "0.5", "--top-entropy", "0.2", "--show", "3"]
-SHOWN = ("alpha", "eta", "top_entropy", "show", "group_size", "temperature", "learning_rate")
-NOT_SHOWN = ("stapo", "min_p", "without_bias", "eval_only")
+DEFAULTS = ["--alpha", "0.3", "--eta", "0.5", "--show", "3"]
+FIXED = ["--dtype", "float32", "--mini-batch-size", "0"]
+SHOWN = ("alpha", "eta", "group_size", "temperature", "learning_rate")
+NOT_SHOWN = ("stapo", "top_entropy", "min_p", "without_bias", "eval_only")
 
 
 def token_texts(tokenizer, ids):
@@ -67,9 +69,8 @@ def after_updates(policy, rollout, args):
     weighted = lopti.reweight_advantages(rollout.advantages, before, args.alpha)
     methods = (  # the batch, and the tokens of each step
         (rollout, {"grpo": every, "two_passes": every}),
-        (diagnose.changed(rollout, advantages=weighted), {"ar": every}),
+        (replace(rollout, advantages=weighted), {"ar": every}),
         (rollout, {"lopti_low": low, "lopti": high}),
-        (rollout, {"reversed_high": high, "reversed": low}),
     )
     return {
         name: lopti.score(trained, rollout, args)[0] - before
@@ -84,14 +85,9 @@ def short(value):
 
 def shares_of(numbers, low, high):
     """What the unlikely tokens have of all tokens, gradients, and of each Lopti pass's move: %."""
-    first, both = numbers["lopti_low"], numbers["lopti"]
-    every = (low | high).float()
-    sizes = {
-        "tokens": every,
-        "gradient": numbers["gradient"],
-        "first": first,
-        "second": both - first,
-    }
+    first, second = numbers["lopti_low"], numbers["lopti"] - numbers["lopti_low"]
+    sizes = {"tokens": (low | high).float(), "gradient": numbers["gradient"]}
+    sizes |= {"first": first, "second": second}
     of_low = lambda size: (size * low).abs().sum() / size.abs().sum().clamp(min=1e-30)
     return {name: short(100 * of_low(size)) for name, size in sizes.items()}
 
@@ -102,10 +98,10 @@ def best_and_worst(values, group_size, count):
     >>> best_and_worst(torch.tensor([1.0, 1.0, 0.0, 3.0]), group_size=2, count=2)
     [(3, 2), (1, 0)]
     """
-    groups = values.view(-1, group_size)
-    chosen = (groups == groups[:, :1]).all(1).int().argsort(stable=True)[:count]
-    order = groups.argsort(dim=1, stable=True) + group_size * torch.arange(len(groups))[:, None]
-    return [(best, worst) for best, worst in order[chosen][:, [-1, 0]].tolist()]
+    groups = torch.arange(len(values)).split(group_size)
+    groups = [sorted(group.tolist(), key=values.__getitem__) for group in groups]
+    groups.sort(key=lambda group: bool(values[group[0]] == values[group[-1]]))
+    return [(group[-1], group[0]) for group in groups[:count]]
 
 
 def with_names(tokenizer, likeliest, ids, pi):
@@ -120,17 +116,14 @@ def with_names(tokenizer, likeliest, ids, pi):
 def page_data(policy, tokenizer, rows, args):
     """All that the page shows; `rows` are the prompts of the batch."""
     torch.manual_seed(args.seed)
-    plain = diagnose.changed(args, mini_batch_size=0, top_entropy=0)  # 80/20 is shown, not used
-    rollout, values, entropies = diagnose.collect(policy, tokenizer, rows, plain)
+    rollout, values = diagnose.collect(policy, tokenizer, rows, args)
     if args.kl_coef:  # in the first step the policy is its own reference
         rollout.ref_logprobs = rollout.old_logprobs
     norms, likeliest = at_the_logits(policy, rollout, args)
     known = {
         "pi": rollout.old_logprobs.exp(),
-        "entropy": entropies,
         "gradient": rollout.advantages.abs() * norms,  # before the first step w of Eq. 2 is Â
-        "eighty_twenty": lopti.entropy_mask(entropies, rollout.mask, args.top_entropy),
-        **after_updates(policy, rollout, plain),
+        **after_updates(policy, rollout, args),
     }
 
     def answer(index):
@@ -155,8 +148,7 @@ def page_data(policy, tokenizer, rows, args):
     low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
     shares = shares_of(known, low, high)
     settings = {name: getattr(args, name) for name in SHOWN} | {"responses": len(values)}
-    vocabulary = len(policy.get_output_embeddings().weight)
-    return {"prompts": prompts, "shares": shares, "settings": settings, "vocabulary": vocabulary}
+    return {"prompts": prompts, "shares": shares, "settings": settings}
 
 
 def picture(data):
@@ -198,7 +190,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG of its first answer")
     options, flags = parser.parse_known_args(argv)
-    args = lopti.parse_arguments([*DEFAULTS, *flags, "--dtype", "float32"])
+    args = lopti.parse_arguments([*DEFAULTS, *flags, *FIXED])
     if given := [f"--{name.replace('_', '-')}" for name in NOT_SHOWN if getattr(args, name)]:
         raise lopti.UserError(f"the page shows an update by the paper's methods: not {given[0]}")
     policy, tokenizer, rows, _ = lopti.prepare(args)
