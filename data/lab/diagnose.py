@@ -119,9 +119,8 @@ def stored(gradient, exact):
         seen += len(flat)
         if not exact:
             flat = torch.nn.functional.pad(flat, (0, -len(flat) % BUCKETS))
-            drawn = {"device": flat.device, "dtype": torch.int8}
-            drawn["generator"] = torch.Generator(flat.device).manual_seed(seed)
-            signs = torch.randint(0, 2, flat.shape, **drawn)
+            generator = torch.Generator(flat.device).manual_seed(seed)
+            signs = torch.empty_like(flat, dtype=torch.int8).random_(0, 2, generator=generator)
             flat = torch.where(signs > 0, flat, -flat).view(-1, BUCKETS).sum(0).roll(997 * seed)
         kept.append(flat)
     return (torch.cat(kept) if exact else sum(kept)).cpu(), torch.cat(entries).cpu()
@@ -304,17 +303,15 @@ def gradient_statistics(dots, at_logits, counts, args, used):
 
 def half_statistics(dots, at_logits, counts, args, used):
     """How far predictions from every other mini-batch are off the gains of those between: rms."""
-    halves = used[::2], used[1::2]
-    with np.errstate(all="ignore"):  # of one mini-batch there are no pairs
-        found = [gradient_statistics(dots, at_logits, counts, args, half) for half in halves]
-    of_ar = [(half["gain in %, predicted"], half["gain in %, measured"]) for half in found]
-    of_lopti = [half["an optimizer for each pass"] for half in found]
-
-    def off(one, other):  # of each half (predicted, measured)
-        return np.hypot(one[0] - other[1], other[0] - one[1]) / 2**0.5
-
-    rows = "gain in %, prediction off by", "prediction off by"
-    return dict(zip(rows, (off(*of_ar), np.array([off(*of_lopti)]))))
+    predicted, measured = [], []  # of both halves: for each α, and for Lopti
+    for half in (used[::2], used[1::2]):
+        with np.errstate(all="ignore"):  # of one mini-batch there are no pairs
+            found = gradient_statistics(dots, at_logits, counts, args, half)
+        of_lopti = found["an optimizer for each pass"]
+        predicted.append([*found["gain in %, predicted"], of_lopti[0]])
+        measured.append([*found["gain in %, measured"], of_lopti[1]])
+    off = (np.subtract(predicted, measured[::-1]) ** 2).mean(0) ** 0.5  # each beside the other
+    return {"gain in %, prediction off by": off[:-1], "prediction off by": off[-1:]}
 
 
 def adam_statistics(entries, args, used):
