@@ -9,10 +9,9 @@ import argparse
 
 import analysis
 import experiments
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import world
-from matplotlib.figure import Figure
 
 # One colour for each thing and one look, in every picture of the project: Okabe and Ito's colours,
 # which colour-blind readers can tell apart, and type that a last row can read.
@@ -33,27 +32,19 @@ COLORS = {
 LOOK = {"font.size": 15, "axes.titlesize": 17, "axes.titlelocation": "left", "savefig.dpi": 110}
 LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2.5}
 LOOK |= {"figure.constrained_layout.use": True, "legend.frameon": False}
-matplotlib.rcParams.update(LOOK)
+plt.rcParams.update(LOOK)
 
 BIAS, NEW = ", without bias", ", new seeds"
 PICTURES = {  # file → methods; titles: by step, at equal KL
     "equal_kl": (
         (f"GRPO{NEW}", f"Lopti{NEW}", f"{TWO}{NEW}"),
-        (
-            "By step: no measurable difference",
-            "At equal KL: both methods of two passes are behind",
-        ),
+        ("By step: no measurable difference", "At equal KL: both methods of two passes are behind"),
     ),
     "bias": (
         ("GRPO", "AR α = 1", f"AR α = 1{BIAS}"),
         ("By step: without its bias α = 1 learns", "At equal KL: it is still behind GRPO"),
     ),
 }
-
-
-def canvas(panels, height=6.5):
-    figure = Figure(figsize=(16, height))
-    return figure, figure.subplots(1, panels, sharey=True)
 
 
 def draw_two_views(lines, methods, titles):
@@ -66,7 +57,7 @@ def draw_two_views(lines, methods, titles):
     runs = frame[frame.method.isin(methods)].pivot(index="seed", columns="method", values="metrics")
     runs = runs.dropna()[list(methods)]
     kl = analysis.column_of_kl(runs.to_numpy().ravel())
-    figure, (by_step, by_kl) = canvas(2)
+    figure, (by_step, by_kl) = plt.subplots(1, 2, figsize=(16, 6.5), sharey=True)
     for name, of_method in runs.items():
         curves = [analysis.accuracy_by_kl(run, kl) for run in of_method]
         at = np.linspace(max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves), 50)
@@ -105,7 +96,7 @@ Left and right: steps of fixed length, in the middle: AdamW."""
 
 def draw_worlds(rows):
     """A win, a tie and a loss: where signal and energy sit, what was predicted, what was found."""
-    figure, axes = canvas(3, 7.5)
+    figure, axes = plt.subplots(1, 3, figsize=(16, 7.5), sharey=True)
     for axis, (name, title) in zip(axes, WORLDS.items()):
         (of, _), reach = world.WORLDS[name], 0.0
         signals, products = analysis.moments(of, lambda pi: pi**0, lambda pi: pi)

@@ -190,7 +190,7 @@ def test_help_says_what_a_program_does_and_touches_nothing(program, monkeypatch,
         return stop.value.code
 
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("wrote"))
-    monkeypatch.setattr(plot.Figure, "savefig", lambda *_: pytest.fail("drew"))
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda *_: pytest.fail("drew"))
     assert run("--help") == 0 and program.__doc__.split("\n")[0] in capsys.readouterr().out
     if program not in (diagnose, pages):  # they take lopti.py's
         assert run("--wirte") == 2 and "--wirte" in capsys.readouterr().err
