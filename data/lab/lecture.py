@@ -142,9 +142,8 @@ def clip_cases(letters):
         color = "white" if 0.8 < at < 1.24 else "black"
         how = {"ha": "center", "va": "center", "color": color, "weight": "bold"}
         axis.text(at, float(advantage > 0), name, **how)
-    axis.set(
-        xscale="log", xlabel="ratio r = π_θ / π_old", title="Dark: it has a gradient. Light: none"
-    )
+    title = "Dark: it has a gradient. Light: none"
+    axis.set(xscale="log", xlabel="ratio r = π_θ / π_old", title=title)
     axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2], [".3", ".80", "1", "1.24", "2.2"])
     axis.set_xticks([], minor=True)
     axis.set_yticks([0, 1], ["Â < 0, pushed down", "Â > 0, pushed up"])

@@ -14,6 +14,7 @@ import copy
 import math
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -88,9 +89,6 @@ def update_with_measured_alpha(policy, optimizer, rollout, tokens, args, stage):
     """
     if not hasattr(optimizer, "measured"):
         optimizer.measured = theory.MeasuredAlpha()
-    of_grpo, of_pi = copy.copy(rollout), copy.copy(rollout)
-    of_grpo.advantages = rollout.unweighted
-    of_pi.advantages = lopti.reweight_advantages(rollout.unweighted, rollout.old_logprobs, 1.0)
     settings = {**vars(args), "mini_batch_size": 0, "max_grad_norm": math.inf, "eta": 0.0}
     totals, weights, gradients = Counter(), list(policy.parameters()), []
     recorder = torch.optim.SGD(weights, lr=0.0)  # takes gradients down, leaves the weights alone
@@ -98,8 +96,9 @@ def update_with_measured_alpha(policy, optimizer, rollout, tokens, args, stage):
     recorder.register_step_pre_hook(lambda *_: gradients.append(whole()))
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
         gradients.clear()
-        for part, alpha in ((of_pi, 1.0), (of_grpo, 0.0)):
-            batch = part.rows(indices)
+        for alpha in (1.0, 0.0):
+            advantages = lopti.reweight_advantages(rollout.unweighted, rollout.old_logprobs, alpha)
+            batch = replace(rollout, advantages=advantages).rows(indices)
             one = argparse.Namespace(**settings | {"alpha": alpha, "without_bias": alpha > 0})
             sums = update(policy, recorder, batch, tokens[indices, : batch.ids.shape[1]], one)
         totals.update(sums)
