@@ -27,7 +27,6 @@ COLORS = {
     "AR + Lopti": "#CC79A7",
     REVERSED: "#56B4E9",
     RANDOM: "#BBBBBB",
-    "high only": "#0072B2",
 }
 LOOK = {"font.size": 15, "axes.titlesize": 17, "axes.titlelocation": "left", "savefig.dpi": 110}
 LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2.5}
