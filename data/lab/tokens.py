@@ -83,11 +83,11 @@ def short(value):
     return float(f"{value:.4g}")
 
 
-def shares_of(numbers, low, high):
+def shares_of(numbers, eta, mask):
     """What the unlikely tokens have of all tokens, gradients, and of each Lopti pass's move: %."""
-    first, second = numbers["lopti_low"], numbers["lopti"] - numbers["lopti_low"]
-    sizes = {"tokens": (low | high).float(), "gradient": numbers["gradient"]}
-    sizes |= {"first": first, "second": second}
+    low, first = numbers["pi"] < eta, numbers["lopti_low"]
+    sizes = {"tokens": mask.float(), "gradient": numbers["gradient"]}
+    sizes |= {"first": first, "second": numbers["lopti"] - first}
     of_low = lambda size: (size * low).abs().sum() / size.abs().sum().clamp(min=1e-30)
     return {name: short(100 * of_low(size)) for name, size in sizes.items()}
 
@@ -145,8 +145,7 @@ def page_data(policy, tokenizer, rows, args):
         row = rows[pair[0] // args.group_size]
         answers = [answer(index) for index in pair]
         prompts.append({"text": row["prompt"], "solution": row["solution"], "answers": answers})
-    low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
-    shares = shares_of(known, low, high)
+    shares = shares_of(known, args.eta, rollout.mask)
     settings = {name: getattr(args, name) for name in SHOWN} | {"responses": len(values)}
     return {"prompts": prompts, "shares": shares, "settings": settings}
 
@@ -175,8 +174,8 @@ def picture(data):
         drawn.append(Template(shape).substitute(written, kind=kind, name=escape(name)))
         left += width + 3
     tensors = {name: torch.tensor(values) for name, values in numbers.items()}
-    low = tensors["pi"] < eta
-    shares = shares_of(tensors, low, ~low) | {f"all_{key}": x for key, x in data["shares"].items()}
+    shares = shares_of(tensors, eta, torch.ones_like(tensors["pi"]))
+    shares |= {f"all_{key}": share for key, share in data["shares"].items()}
     shares = {name: f"{value:.0f}" for name, value in shares.items()}
     told = {"eta": eta, "responses": data["settings"]["responses"], "model": escape(data["model"])}
     told["sign"] = "rewarded" if answer["advantage"] > 0 else "punished"
