@@ -275,18 +275,22 @@ def worlds_table(rows):
 
 # ---- The pages
 
-SHORT = {"equal KL, new seeds": 2, "equal KL, step length": 3}  # how many rows in RESULTS.md
-SHORT |= {"without bias": 5, "wordy, steps of .005": 4}
+SHORT = {  # of RESULTS.md: name → how many rows of which tables
+    "equal KL": {"equal KL, new seeds": 2, "equal KL, step length": 3},
+    "without bias": {"without bias": 5},
+    "wordy": {"wordy, steps of .005": 4},
+}
 
 
 def tables(lines):
     """The tables by name; `lines` are those of runs.jsonl."""
-    frame, made = run_frame(lines), {}
+    frame, made, short = run_frame(lines), {}, {}
     for name, (pairs, outcomes) in comparisons().items():
-        rows, short = difference_rows(frame, pairs, outcomes)
+        rows, short[name] = difference_rows(frame, pairs, outcomes)
         made[name] = markdown(rows)
-        if name in SHORT:
-            made[f"{name}, in short"] = markdown(short[: 1 + SHORT[name]])
+    for name, parts in SHORT.items():
+        rows = [row for part, count in parts.items() for row in short[part][1 : 1 + count]]
+        made[f"{name}, in short"] = markdown([short[next(iter(parts))][0], *rows])
     untrained = [
         line | {"method": "before training", "metrics": {}, "evaluations": line["evaluations"][:1]}
         for line in lines

@@ -110,6 +110,17 @@ def bars(groups, colors, title, ylabel, digits=2):
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(colors))
 
 
+def from_level(values, level, title, ylabel):
+    """A bar for each method, {method: value}, in its own colour, up or down from `level`."""
+    _, axis = plt.subplots(figsize=(12, 4.2))
+    heights, colors = [x - level for x in values.values()], [COLORS[name] for name in values]
+    drawn = axis.bar(list(values), heights, bottom=level, color=colors)
+    axis.bar_label(drawn, [f"{x:.2f}" for x in values.values()], padding=3)
+    axis.axhline(level, color="black", linewidth=1)
+    axis.margins(y=0.15)
+    axis.set(title=title, ylabel=ylabel)
+
+
 def treatments(old_logprobs, mask, eta=0.5):
     """What each optimizer step updates: name → masks (B, L), one for each step."""
     low, high = lopti.split_tokens(old_logprobs, mask, eta)
