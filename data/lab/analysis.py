@@ -148,6 +148,8 @@ def differences(frame, pairs, outcome, kl="kl"):
 # ---- Tables
 
 
+SHORTER = {", new seeds": "", "learning rate × 0.5": "half rate", ", wordy, steps of .005": ""}
+SHORTER |= {", wordy, steps of .007071": " in √2 times longer steps"}  # in RESULTS.md
 MISSING = np.array([]), 0.0, 0.0, 1.0  # the difference of a pair that no two seeds have
 
 
@@ -193,7 +195,8 @@ def difference_rows(frame, pairs, outcomes):
             ends = [np.mean([metrics[kl][-1] for metrics in side]) for side in sides]
             row.append(" and ".join(f"{end:.3f}" for end in ends))
         rows.append(row)
-        label = label.replace(", new seeds", "").replace("learning rate × 0.5", "half rate")
+        for words, shorter in SHORTER.items():
+            label = label.replace(words, shorter)
         short.append((label, expected, *cells))
     return rows, short
 
