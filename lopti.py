@@ -24,7 +24,7 @@ schedules, chats of several turns.
 Shapes: B responses (prompts × group size G), L tokens of the longest row, V words of the
 vocabulary. A row is a prompt, its response, and padding. Log-probabilities are float32, and −∞
 outside the vocabulary that is sampled from. Masks are boolean (B, L): `mask` is True on all
-response tokens, `tokens` on those that a pass updates.
+response tokens (in an update on those that section 8 keeps), `tokens` on those that a pass updates.
 """
 
 import argparse
@@ -44,8 +44,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-# Threads that wait for work spin, and take the time of whoever has some: beside one busy program
-# training stood still. Now they sleep after 1,000 rounds, not 300,000. Read when torch is imported.
+# Threads that wait for work spin, and take processor time from others: beside one busy program
+# training stood still. Now they sleep after 1,000 rounds, not 300,000. Set before torch's import.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -195,7 +195,7 @@ def policy_loss(
         clipped_off = clipped > unclipped  # the clip has taken the gradient of this token
         statistics = {
             "policy_loss": total(token_loss),
-            "kl": total(kl),
+            "kl": total(kl),  # below with TRL's names: low is 1-ε_l, not π < η
             "clip_ratio/low_mean": total(clipped_off & (advantages < 0)),
             "clip_ratio/high_mean": total(clipped_off & (advantages > 0)),
             "clip_ratio/dual_mean": total((advantages < 0) & (pessimistic > dual)),
@@ -250,9 +250,9 @@ def update_stages(low, high, mask, eta, order="low-high"):
     """The passes over a rollout batch, and what each updates: a list of (stage, tokens (B, L)).
 
     A pass goes over all mini-batches once. GRPO (η = 0) makes one, on all tokens. Lopti
-    (section 4.2) makes two: on the low-probability tokens, then, from where that led, on the
-    others. `order="high-low"` is the ablation of Fig. 6b; "low" and "high" are one of the two alone
-    (Figs. 1 and 6a).
+    (section 4.2) makes two: on the low-probability tokens, then, from the weights that this left,
+    on the others. `order="high-low"` is the ablation of Fig. 6b; "low" and "high" are one of the
+    two alone (Figs. 1 and 6a).
     """
     if eta == 0:
         return [("all", mask)]
@@ -281,7 +281,7 @@ def update(policy, optimizer, rollout, tokens, args, stage="all"):
         batch.mask = tokens_to_keep(policy, batch, args)  # section 8
         normalizer = batch.mask.sum()  # N
         busy = batch.mask.any(1) if args.without_bias else (batch.mask & batch.tokens).any(1)
-        if not args.kl_coef:  # then a response whose advantages are 0 has no gradient
+        if not args.kl_coef:  # a response whose advantages are 0 has no gradient: left out
             busy &= batch.advantages.any(1)
         busy = busy.nonzero().flatten().tolist()
         for rows in micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
@@ -364,7 +364,7 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
     M is the number of `tokens`. The temperature is that of sampling: π of Eqs. 1 and 4 is the
     distribution that the tokens come from. Outside the safe vocabulary of `min_p` logits are −∞.
     The output layer gets the hidden states of these M positions only: over a vocabulary of 150,000
-    words the logits of all tokens would take more memory than the model.
+    words the logits of all tokens would take gigabytes.
     """
     positions = tokens.roll(-1, 1)  # logits at t speak of token t+1; the first is no response's
     output_layer = model.get_output_embeddings()  # before it (B, L, size) → (M, size)
@@ -559,7 +559,7 @@ def bias_correction(logits, advantages, alpha, eta, stage="all"):
         E[m Â ∇log π] = Σ_a m·(Q - V)·∇π(a) + V·∇Σ_a m·π(a),    Q = E[Â | s, a],  V = E[Â | s]
 
     The last part is the bias. Eq. 4's sharpens the policy where V > 0 and flattens it where V < 0,
-    whatever the tokens have to do with the reward; the biases of Lopti's two passes are opposite.
+    whatever the tokens have to do with the reward; with α = 0 those of Lopti's passes are opposite.
     m = 1 and a weight of prefixes (80/20) have none. Ours, not the paper's. logits (M, V); Â before
     Eq. 4 (M,). m is held fixed and goes by the current π instead of π_old; nothing is clipped.
 
@@ -630,7 +630,7 @@ class LayerWithRoom(DynamicLayer):
     room = None  # keys and values with their room, (rows, heads, length + room, size) each
 
     def batch_select_indices(self, indices):
-        """Keep these rows; one may stand several times."""
+        """Keep these rows; an index may repeat."""
         super().batch_select_indices(indices)
         self.room = None
 
@@ -655,7 +655,7 @@ class LayerWithRoom(DynamicLayer):
 def wilson_interval(mean, count):
     """95 % interval for a share measured on `count` prompts (Wilson's score interval).
 
-    For the mean of values between 0 and 1, such as avg@k, it errs on the wide side.
+    For the mean of values between 0 and 1, such as avg@k, it is rather too wide.
 
     >>> tuple(round(bound, 3) for bound in wilson_interval(0.5, 100))
     (0.404, 0.596)
@@ -835,7 +835,7 @@ class Run:
             stream.write(json.dumps({"step": self.step, **row}) + "\n")
 
     def read_lines(self, file):
-        """The rows of a jsonl file up to the last step that is done, without a torn one."""
+        """The rows of a jsonl file up to the last step that is done, without a partial line."""
         path = self.folder / file
         lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
         return [row for row in map(json.loads, lines) if row["step"] <= self.step]
@@ -971,7 +971,7 @@ def check_model(model, tokenizer, rows, args):
         two_tokens = argparse.Namespace(**{**vars(args), "max_new_tokens": 2})
         rollout = sample(model, tokenizer, [rows[0]["prompt"]], 2, 0, two_tokens)
         ids = rollout.ids[:1].repeat(2, 1)  # (2, L)
-        ids[1, -1] = ids[1, 0]  # another last token: what stands before it must not change
+        ids[1, -1] = int(ids[1, -1] == 0)  # another last token: what is before must not change
         before = torch.ones_like(ids, dtype=torch.bool)
         before[:, [0, -1]] = False
         if not torch.allclose(*token_logits(model, ids, before, 1.0).chunk(2), atol=1e-3):
@@ -1033,6 +1033,7 @@ CONSTANTS = {  # without a flag; `args` has them like all other settings
     "stapo_tau": 0.002,  # τ_p of STAPO
     "stapo_quantile": 0.75,  # which quantile of the candidates' entropies is its τ_h
 }
+# Defaults of --task math, where they are others.
 MATH_SIZES = {"prompts_per_step": 64, "mini_batch_size": 256, "sample_batch_size": 512}
 
 
@@ -1102,17 +1103,17 @@ def build_parser():
     add("--min-p", "ρ of the safe vocabulary; e^-13 is 2.3e-6; 0: off", 0.0, type=share)
     add("--clip-low", "ε_l: the ratio is clipped at 1-ε_l", 0.2, type=not_negative)
     add("--clip-high", "ε_h: the ratio is clipped at 1+ε_h", 0.24, type=not_negative)
-    add("--kl-coef", "β; 0 also saves the reference model", 0.001, type=not_negative)
+    add("--kl-coef", "β; at 0 no reference model is needed", 0.001, type=not_negative)
     group = parser.add_argument_group("sampling")
-    add("--prompts-per-step", "prompts in a rollout batch", 16, type=at_least_1)
+    add("--prompts-per-step", "prompts in a rollout batch (math: 64)", 16, type=at_least_1)
     add("--group-size", "G: responses to each prompt", 8, type=at_least_1)
     add("--temperature", "T_s, of sampling and every π", 1.0, type=number(float, 0.01, 100))
     add("--max-prompt-length", "longer prompts are dropped", 400, type=at_least_1)
     add("--max-new-tokens", "longest response, in tokens", 256, type=at_least_1)
-    add("--sample-batch-size", "responses at a time; 0: all", 256, type=count)
+    add("--sample-batch-size", "responses at a time (math: 512); 0: all", 256, type=count)
     group = parser.add_argument_group("optimisation")
     add("--learning-rate", "of AdamW, constant", 1e-4, type=number(float, 1e-12, 1))
-    add("--mini-batch-size", "responses in an optimizer step; 0: all", 64, type=count)
+    add("--mini-batch-size", "responses in an optimizer step (math: 256); 0: all", 64, type=count)
     add("--tokens-per-microbatch", "changes memory and speed only", 2048, type=at_least_1)
     add("--gradient-checkpointing", "less memory, a third more time", False)
     add("--steps", "training steps (rollout batches)", 24, type=count)
@@ -1185,7 +1186,7 @@ def run_command(args):
         print("\n" + evaluation_table({"": table}, TASKS[args.task].difficulty))
         return
     torch.manual_seed(args.seed)
-    reference = make_reference(policy, args)
+    reference = make_reference(policy, args)  # before Run, which may load a checkpoint
     run = Run(policy, tokenizer, make_optimizer(policy, args), args)
     with suppress(ValueError):  # of any thread but the main one
         for asking in (signal.SIGINT, signal.SIGTERM):
