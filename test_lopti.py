@@ -1626,6 +1626,20 @@ def exits(completions, **columns):
 
 HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa", "Rwkv")  # each has layers that are not plain attention
 SEE_AHEAD = ("Bert",)  # an encoder: it sees the tokens that follow
+
+
+def test_an_encoder_is_found_whatever_it_writes(monkeypatch):
+    def ends_as_it_began(*inputs, sample=lopti.sample):
+        rollout = sample(*inputs)
+        rollout.ids[:, -1] = rollout.ids[:, 0]
+        return rollout
+
+    monkeypatch.setattr(lopti, "sample", ends_as_it_began)
+    rows = [{"prompt": TOKENIZER.decode([5, 6, 7])}]
+    with pytest.raises(lopti.UserError, match="sees the tokens that follow"):
+        lopti.check_model(random_model("Bert").eval(), TOKENIZER, rows, arguments())
+
+
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
