@@ -98,11 +98,10 @@ def collect(policy, tokenizer, rows, args):
     rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args)).to(policy.device)
     rollout.old_logprobs, _ = lopti.score(policy, rollout, args)
     if args.advantage == "grpo":
-        rollout.advantages = (
-            lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
-        )
+        advantages = lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
     else:
-        rollout.advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
+        advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
+    rollout.advantages = advantages
     return rollout, rewards
 
 
