@@ -1075,7 +1075,7 @@ def number(kind, low, high=math.inf):
 
 def build_parser():
     share, not_negative = number(float, 0, 1), number(float, 0, 1e9)
-    count, at_least_1 = number(int, 0), number(int, 1)
+    count, at_least_1 = number(int, 0, 10**9), number(int, 1, 10**9)
     parser = Parser(
         usage="python lopti.py [flags]    (for example --alpha 0.3 --eta 0.5, the paper's methods)",
         description=__doc__.split("\n\n")[0],

@@ -1640,7 +1640,14 @@ def test_an_encoder_is_found_whatever_it_writes(monkeypatch):
         lopti.check_model(random_model("Bert").eval(), TOKENIZER, rows, arguments())
 
 
-NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
+NAMED = [
+    f"--mini-batch-size {10**20}",
+    "--alpha 1.5",
+    "--group-size 1",
+    "--people 9",
+    "--learning-rate inf",
+    "--alpha nan",
+]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
