@@ -523,22 +523,28 @@ def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
     assert torch.isfinite(weights(model)).all()
 
 
-def test_no_padding_is_read_and_no_logits_are_computed_in_vain():
-    """All rows are scored, then those with a token to update are read again, and only for that."""
-    model, args, read, scored = random_model(), arguments("--tokens-per-microbatch 1"), [], []
+@pytest.mark.parametrize("kl_coef", [0.001, 0])
+def test_no_padding_is_read_and_no_logits_are_computed_in_vain(kl_coef):
+    """All rows are scored, then those with a token to update are read again, and only for that.
+
+    With β = 0 only those with advantages.
+    """
+    args, read, scored = arguments(f"--tokens-per-microbatch 1 --kl-coef {kl_coef}"), [], []
+    model = random_model()
     rollout = random_rollout(model)
-    tokens = rollout.mask & (rollout.ids % 9 == 0)
-    busy = tokens.any(1).int()
+    tokens = rollout.mask & (rollout.ids % 5 == 0)
+    with_advantage = rollout.lengths % 2
+    busy = tokens.any(1).int() * (1 if kl_coef else with_advantage)
     first, last, caches = model.get_input_embeddings(), model.get_output_embeddings(), []
     first.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
     last.register_forward_hook(lambda *call: scored.append(call[2].numel() // len(TOKENIZER)))
     model.register_forward_hook(lambda *call: caches.append(call[2].past_key_values))
     rollout.old_logprobs = rollout.ref_logprobs = lopti.score(model, rollout, args)[0]
-    rollout.advantages = rollout.mask * 1.0
+    rollout.advantages = 1.0 * rollout.mask * with_advantage[:, None]
     lopti.update(model, lopti.make_optimizer(model, args), rollout, tokens, args)
     assert 0 < busy.sum() < len(busy) and not any(caches)
     assert sum(read) == (rollout.lengths * (1 + busy)).sum()
-    assert sum(scored) == rollout.mask.sum() + tokens.sum()
+    assert sum(scored) == rollout.mask.sum() + (tokens * busy[:, None]).sum()
 
 
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])  # which have dropout
@@ -1620,14 +1626,6 @@ def places(tmp_path_factory, finished_run):
     return named | {"run": finished_run, "runs": finished_run.parent}
 
 
-def exits(completions, **columns):
-    sys.exit(0)
-
-
-HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa", "Rwkv")  # each has layers that are not plain attention
-SEE_AHEAD = ("Bert",)  # an encoder: it sees the tokens that follow
-
-
 def test_an_encoder_is_found_whatever_it_writes(monkeypatch):
     def ends_as_it_began(*inputs, sample=lopti.sample):
         rollout = sample(*inputs)
@@ -1640,15 +1638,15 @@ def test_an_encoder_is_found_whatever_it_writes(monkeypatch):
         lopti.check_model(random_model("Bert").eval(), TOKENIZER, rows, arguments())
 
 
-NAMED = [
-    f"--mini-batch-size {10**20}",
-    "--alpha 1.5",
-    "--group-size 1",
-    "--people 9",
-    "--learning-rate inf",
-    "--alpha nan",
-]
+def exits(completions, **columns):
+    sys.exit(0)
+
+
+HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa", "Rwkv")  # each has layers that are not plain attention
+SEE_AHEAD = ("Bert",)  # an encoder: it sees the tokens that follow
+NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
 NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
+NAMED += [f"--mini-batch-size {10**20}"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
     **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),

@@ -6,7 +6,7 @@
 
 The policy answers a batch of training prompts. A copy of it makes one update with each method. The
 page has the best and the worst answer to some prompts, each token coloured by π, by its gradient,
-by the change of log π. The picture is an SVG that moves: the first of these answers, the
+or by the change of log π. The picture is an SVG that moves: the first of these answers, the
 gradient of each token, and what Lopti's two passes do to it.
 
 Beside --out and --picture it takes lopti.py's flags, but for those of later methods. α and η are
