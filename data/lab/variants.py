@@ -10,11 +10,11 @@ updates the tokens whose text, in that of their response, touches a match.
 """
 
 import argparse
-import copy
 import functools
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,28 +24,7 @@ import lopti  # isort: skip, before torch
 import torch
 import transformers
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "make"))
-import puzzles
-
 update, split_tokens = lopti.update, lopti.split_tokens
-
-
-def updated_copy(policy, rollout, stages, args, make_optimizer=lopti.make_optimizer):
-    """Yields one copy of the policy, with one new optimizer, after the update on each stage."""
-    optimizer = make_optimizer(trained := copy.deepcopy(policy), args)
-    for tokens in stages:
-        update(trained, optimizer, rollout, tokens, args)
-        yield trained
-
-
-def wording(ids, tokenizer):
-    """Where tokens do not matter to the answer: synonyms in the bundled policy's puzzles, fillers.
-
-    Nowhere with a tokenizer that does not have all these synonyms.
-    """
-    vocabulary, words = tokenizer.get_vocab(), {*puzzles.WORDING_WORDS}
-    words = words | ({*puzzles.FILLERS} & vocabulary.keys()) if words <= vocabulary.keys() else ()
-    return torch.isin(ids, ids.new_tensor([vocabulary[word] for word in words]))
 
 
 def random_split(old_logprobs, mask, eta):
@@ -78,25 +57,25 @@ def bias_correction(logits, advantages, alpha, eta, stage="all"):
     return (advantages * (weights * pi).sum(-1)).sum()
 
 
-def update_without_bias(policy, optimizer, rollout, tokens, args, *stage):
+def update_without_bias(policy, optimizer, rollout, tokens, args, *more):
     """`lopti.update`, one mini-batch at a time: it adds its gradient to the correction's."""
-    old, every, totals = rollout.old_logprobs, rollout.mask, Counter()
-    raw = rollout.advantages / lopti.reweight_advantages(every.to(old), old, args.alpha)
-    is_low = torch.equal(tokens, split_tokens(old, every, args.eta)[0])
-    name = ("low" if is_low else "high") if args.eta else "all"
+    low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
+    stage = ("low" if torch.equal(tokens, low) else "high") if args.eta else "all"
+    totals = Counter()
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
         batch, every = rollout.rows(indices), range(len(indices))
-        kept = lopti.tokens_to_keep(policy, batch, args)  # (B, L); as many as N
+        kept = replace(batch, mask=lopti.tokens_to_keep(policy, batch, args))  # N of them
         for rows in lopti.micro_batches(every, batch.lengths, args.tokens_per_microbatch):
-            part, places = batch.rows(rows), kept[rows]
-            places = places[:, : part.ids.shape[1]]
+            part = kept.rows(rows)
+            at = part.mask
             with lopti.mixed_precision(policy, args):
-                logits = lopti.token_logits(policy, part.ids, places, args.temperature, args.min_p)
-            advantages = raw[indices[rows], : part.ids.shape[1]][places]
-            loss = bias_correction(logits, advantages.nan_to_num(), args.alpha, args.eta, name)
-            (loss / kept.sum()).backward()
+                logits = lopti.token_logits(policy, part.ids, at, args.temperature, args.min_p)
+            weights = lopti.reweight_advantages(1.0, part.old_logprobs[at], args.alpha)
+            advantages = (part.advantages[at] / weights).nan_to_num()  # 0/0 outside of --min-p
+            loss = bias_correction(logits, advantages, args.alpha, args.eta, stage)
+            (loss / kept.mask.sum()).backward()
         of_batch = tokens[indices, : batch.ids.shape[1]]
-        totals.update(update(policy, optimizer, batch, of_batch, args, *stage))
+        totals.update(update(policy, optimizer, batch, of_batch, args, *more))
     return totals
 
 
@@ -116,28 +95,23 @@ def matching(ids, mask, tokenizer, pattern):
     return found
 
 
-def update_what_matters(policy, optimizer, rollout, tokens, args, *stage, pattern):
+def update_what_matters(pattern, policy, optimizer, rollout, tokens, args, *more):
     """`lopti.update` on those of `tokens` that the oracle calls for."""
     matched = matching(rollout.ids, rollout.mask, tokenizer_of(args.model), pattern)
-    return update(policy, optimizer, rollout, tokens & matched, args, *stage)
+    return update(policy, optimizer, rollout, tokens & matched, args, *more)
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    names = "without-bias", "random-split", "oracle"
-    parser.add_argument("--variant", choices=names, required=True)
-    parser.add_argument("--only", default="")
+    variants = ("without-bias", "random-split", "oracle")
+    parser.add_argument("--variant", choices=variants, required=True)
+    parser.add_argument("--only", metavar="PATTERN")
     own, flags = parser.parse_known_args()
     if (own.variant == "oracle") != bool(own.only):
         parser.error("--only PATTERN belongs to --variant oracle")
     if own.variant == "random-split":
         lopti.split_tokens = random_split
-    elif own.variant == "without-bias":
-        lopti.update = update_without_bias
     else:
-        lopti.update = functools.partial(update_what_matters, pattern=own.only)
-    return lopti.main(flags)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        oracle = functools.partial(update_what_matters, own.only)
+        lopti.update = oracle if own.only else update_without_bias
+    sys.exit(lopti.main(flags))
