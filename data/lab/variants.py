@@ -91,7 +91,7 @@ def matching(ids, mask, tokenizer, pattern):
         spans = [match.span() for match in re.finditer(pattern, texts[-1])]
         ends = pairwise(map(len, texts))  # where the text of each token begins and ends
         touched = [any(a < end and start < b for a, b in spans) for start, end in ends]
-        found[row, places] = torch.tensor(touched, device=mask.device)
+        found[row, places] = torch.tensor(touched, dtype=torch.bool, device=mask.device)
     return found
 
 
