@@ -83,9 +83,12 @@ tokenizer_of = functools.cache(transformers.AutoTokenizer.from_pretrained)
 
 
 def matching(ids, mask, tokenizer, pattern):
-    """The tokens (B, L) whose text touches a match of `pattern` in the text of their response."""
+    """The tokens (B, L) whose text touches a match of `pattern` in the text of their response.
+
+    None if there is no pattern.
+    """
     found = torch.zeros_like(mask)
-    for row, places in enumerate(mask):
+    for row, places in enumerate(mask if pattern else ()):
         own = ids[row, places].tolist()
         texts = tokenizer.batch_decode([own[:end] for end in range(len(own) + 1)])
         spans = [match.span() for match in re.finditer(pattern, texts[-1])]
