@@ -345,6 +345,23 @@ def test_the_gain_of_a_split_in_the_binary_world(p, words, synonyms):
     assert (unit(low) + unit(high)).mean() / plain / length == pytest.approx(gain, rel=0.01)
 
 
+def test_what_ar_can_gain_at_most():
+    """1/(1-α), and nearly that where π ≈ 1 has all the signal and π ≈ 0 the energy."""
+    torch.manual_seed(0)
+    for alpha in (0.1, 0.3, 0.9):
+        gains = []
+        for pi, signals, energies in torch.rand(500, 3, 8) ** torch.tensor([[4.0], [9.0], [9.0]]):
+            progress = [theory.unit_progress(pi, signals, energies, x) for x in (alpha, 0.0)]
+            gains.append(float(progress[0] / progress[1]))
+        gains.append(
+            theory.unit_progress(*torch.tensor([[0.999, 0.0], [1, 0], [1e-4, 1]]), alpha)
+            / theory.unit_progress(*torch.tensor([[0.999, 0.0], [1, 0], [1e-4, 1]]))
+        )
+        assert max(gains) < 1 / (1 - alpha) and gains[-1] == pytest.approx(
+            1 / (1 - alpha), rel=0.01
+        )
+
+
 def test_drift_of_adamw_that_alternates():
     """AdamW itself, on 2000 batches of correlated stages."""
     torch.manual_seed(0)
