@@ -116,7 +116,7 @@ def solve(case):
 
 def log_softmax(logits):
     top = max(logits)
-    normalizer = top + math.log(sum(math.exp(x - top) for x in logits))
+    normalizer = top + math.log(math.fsum(math.exp(x - top) for x in logits))
     return [x - normalizer for x in logits]
 
 
@@ -145,12 +145,12 @@ def solve_treatments(case):
     for i, t in tokens:
         tempered = [x / case["temperature"] for x in case["logits"][i][t]]
         every, chosen = log_softmax(tempered), case["ids"][i][t]
-        logprobs[i, t], entropies[i, t] = every[chosen], -sum(math.exp(x) * x for x in every)
+        logprobs[i, t], entropies[i, t] = every[chosen], -math.fsum(math.exp(x) * x for x in every)
         inside = [math.exp(x) >= case["min_p"] * math.exp(max(every)) for x in every]
         renormalised = log_softmax([x for x, kept in zip(tempered, inside) if kept])
         safe[i, t] = inside[chosen]
         safe_logprobs[i, t] = renormalised[sum(inside[:chosen])] if inside[chosen] else 0.0
-        safe_entropies[i, t] = -sum(math.exp(x) * x for x in renormalised)
+        safe_entropies[i, t] = -math.fsum(math.exp(x) * x for x in renormalised)
     unlikely = [token for token in tokens if math.exp(logprobs[token]) < case["stapo_tau"]]
     spurious = [(i, t) for i, t in unlikely if case["advantages"][i] > 0]
     if spurious:
@@ -159,7 +159,7 @@ def solve_treatments(case):
     stapo_kept = {token: token not in spurious for token in tokens}
     ranked = sorted(tokens, key=lambda token: -entropies[token])
     top = set(ranked[: round(case["rho"] * len(tokens))])
-    loss = sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
+    loss = math.fsum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
     return {
         **case,
         "reinforce_pp_advantages": table(whitened),
@@ -184,7 +184,7 @@ class AdamW:
     def step(self, gradient):
         self.steps += 1
         rate = self.case["learning_rate"]
-        norm = math.sqrt(sum(slope * slope for row in gradient for slope in row))
+        norm = math.sqrt(math.fsum(slope * slope for row in gradient for slope in row))
         clip = min(1.0, self.case["max_grad_norm"] / (norm + 1e-6))
         for i, row in enumerate(gradient):
             for j, slope in enumerate(row):
