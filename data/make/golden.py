@@ -39,6 +39,8 @@ import random
 from pathlib import Path
 from statistics import mean, stdev
 
+CLIPS = ("low", "high", "dual")
+
 
 def clamp(value, low, high):
     return max(low, min(high, value))
@@ -75,43 +77,45 @@ def group_advantages(case):
     return advantages
 
 
+def tokens_of(case):
+    """(row, position) of every response token."""
+    return [(i, t) for i, length in enumerate(case["lengths"]) for t in range(length)]
+
+
+def spread_out(values, like, empty=0.0):
+    """{(row, position): value} in rows as long as those of `like`."""
+    return [[values.get((i, t), empty) for t in range(len(row))] for i, row in enumerate(like)]
+
+
 def solve(case):
     """The case with its outputs."""
-    advantages = group_advantages(case)
-    rows = range(len(case["rewards"]))
-    width = len(case["old_logprobs"][0])
-    reweighted = [[0.0] * width for _ in rows]
-    low = [[False] * width for _ in rows]
-    for i in rows:
-        for t in range(case["lengths"][i]):
-            probability = math.exp(case["old_logprobs"][i][t])
-            reweighted[i][t] = (case["alpha"] * probability + 1 - case["alpha"]) * advantages[i]
-            low[i][t] = probability < case["eta"]
-    updates, total = {}, sum(case["lengths"])
+    tokens, advantages, alpha = tokens_of(case), group_advantages(case), case["alpha"]
+    pi = {(i, t): math.exp(case["old_logprobs"][i][t]) for i, t in tokens}
+    reweighted = {(i, t): (alpha * p + 1 - alpha) * advantages[i] for (i, t), p in pi.items()}
+    low = {token: p < case["eta"] for token, p in pi.items()}
+    found = {
+        "advantages": advantages,
+        "reweighted_advantages": spread_out(reweighted, case["old_logprobs"]),
+    }
+    found["low"] = spread_out(low, case["old_logprobs"], False)
     stages = {"joint": (True, False), "low_stage": (True,), "high_stage": (False,)}
     for name, wanted in stages.items():
-        sums = {"policy_loss": 0.0, "kl": 0.0, "low": 0, "high": 0, "dual": 0}
-        gradient = [[0.0] * width for _ in rows]
-        for i in rows:
-            for t in range(case["lengths"][i]):
-                if low[i][t] not in wanted:
-                    continue
-                logprobs = [case[f"{policy}_logprobs"][i][t] for policy in ("new", "old", "ref")]
-                loss, kl, clipped, derivative = token_terms(*logprobs, reweighted[i][t], case)
-                sums["policy_loss"] += loss
-                sums["kl"] += kl
-                if clipped:
-                    sums[clipped] += 1
-                gradient[i][t] = derivative / total
-        updates[name] = {
-            "loss": (sums["policy_loss"] + case["kl_coef"] * sums["kl"]) / total,
-            "policy_loss": sums["policy_loss"] / total,
-            "kl": sums["kl"] / total,
-            **{f"clip_{clip}_share": sums[clip] / total for clip in ("low", "high", "dual")},
-            "gradient": gradient,
+        terms = {}
+        for i, t in (token for token in tokens if low[token] in wanted):
+            logprobs = [case[f"{policy}_logprobs"][i][t] for policy in ("new", "old", "ref")]
+            terms[i, t] = token_terms(*logprobs, reweighted[i, t], case)
+        policy_loss = math.fsum(loss for loss, _, _, _ in terms.values()) / len(tokens)
+        kl = math.fsum(kl for _, kl, _, _ in terms.values()) / len(tokens)
+        clipped = [clip for _, _, clip, _ in terms.values()]
+        gradient = {token: derivative / len(tokens) for token, (*_, derivative) in terms.items()}
+        found[name] = {
+            "loss": policy_loss + case["kl_coef"] * kl,
+            "policy_loss": policy_loss,
+            "kl": kl,
+            **{f"clip_{kind}_share": clipped.count(kind) / len(tokens) for kind in CLIPS},
+            "gradient": spread_out(gradient, case["old_logprobs"]),
         }
-    found = {"advantages": advantages, "reweighted_advantages": reweighted, "low": low}
-    return case | found | updates
+    return case | found
 
 
 def log_softmax(logits):
@@ -131,15 +135,9 @@ def quantile(values, q):
 
 def solve_treatments(case):
     """The case with its outputs."""
-    tokens = [(i, t) for i, length in enumerate(case["lengths"]) for t in range(length)]
-    width = len(case["ids"][0])
-
-    def table(values, empty=0.0):
-        rows = range(len(case["lengths"]))
-        return [[values.get((i, t), empty) for t in range(width)] for i in rows]
-
-    spread = [case["rewards"][i] for i, _ in tokens]
-    center, scale = mean(spread), math.sqrt(stdev(spread) ** 2 + 1e-8)
+    tokens = tokens_of(case)
+    rewards = [case["rewards"][i] for i, _ in tokens]
+    center, scale = mean(rewards), math.sqrt(stdev(rewards) ** 2 + 1e-8)
     whitened = {token: (case["rewards"][token[0]] - center) / scale for token in tokens}
     logprobs, entropies, safe_logprobs, safe_entropies, safe = {}, {}, {}, {}, {}
     for i, t in tokens:
@@ -160,18 +158,18 @@ def solve_treatments(case):
     ranked = sorted(tokens, key=lambda token: -entropies[token])
     top = set(ranked[: round(case["rho"] * len(tokens))])
     loss = math.fsum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
-    return {
-        **case,
-        "reinforce_pp_advantages": table(whitened),
-        "logprobs": table(logprobs),
-        "entropies": table(entropies),
-        "safe_logprobs": table(safe_logprobs),
-        "safe_entropies": table(safe_entropies),
-        "safe": table(safe, False),
-        "stapo_kept": table(stapo_kept, False),
-        "top_kept": table({token: token in top for token in tokens}, False),
-        "stapo_loss": loss / sum(stapo_kept.values()),
+    numbers = {
+        "reinforce_pp_advantages": whitened,
+        "logprobs": logprobs,
+        "entropies": entropies,
+        "safe_logprobs": safe_logprobs,
+        "safe_entropies": safe_entropies,
     }
+    chosen = {"safe": safe, "stapo_kept": stapo_kept}
+    chosen["top_kept"] = {token: token in top for token in tokens}
+    found = {name: spread_out(values, case["ids"]) for name, values in numbers.items()}
+    found |= {name: spread_out(values, case["ids"], False) for name, values in chosen.items()}
+    return case | found | {"stapo_loss": loss / sum(stapo_kept.values())}
 
 
 class AdamW:
@@ -339,13 +337,8 @@ def main():
     path = Path(__file__).resolve().parent.parent / "golden.json"
     page = {"note": note, "cases": cases, "treatments": treatments, "rollouts": rollouts}
     path.write_text(json.dumps(page) + "\n", encoding="utf-8")
-    shares = {name: f"clip_{name}_share" for name in ("low", "high", "dual")}
-    clipped = {
-        name: sum(case["joint"][share] > 0 for case in cases) for name, share in shares.items()
-    }
     print(
-        f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; "
-        f"{len(treatments)} of the later methods; {len(rollouts)} rollouts"
+        f"{path}: {len(cases)} cases, {len(treatments)} of later methods, {len(rollouts)} rollouts"
     )
 
 
