@@ -35,13 +35,13 @@ try:
     import torch
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
+
+    from rewards import kk_reward
 except ModuleNotFoundError as missing:
     if __name__ == "__main__":  # --help needs no packages
         make_parser().parse_args()
         make_parser().error(f"{missing}: pip install -r requirements.txt trl==1.16.0")
     raise
-
-from rewards import kk_reward
 
 
 class LoptiTrainer(GRPOTrainer):
