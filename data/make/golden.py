@@ -37,6 +37,7 @@ their order, for each stage and mini-batch: stage, first_row, response_tokens (N
 skipped (its gradient is 0), loss, gradient (V, V) before its clip, and table (V, V) after it.
 """
 
+import argparse
 import json
 import math
 from pathlib import Path
@@ -96,11 +97,9 @@ def solve(case):
     pi = {(i, t): math.exp(case["old_logprobs"][i][t]) for i, t in tokens}
     reweighted = {(i, t): (alpha * p + 1 - alpha) * advantages[i] for (i, t), p in pi.items()}
     low = {token: p < case["eta"] for token, p in pi.items()}
-    found = {
-        "advantages": advantages,
-        "reweighted_advantages": spread_out(reweighted, case["old_logprobs"]),
-    }
-    found["low"] = spread_out(low, case["old_logprobs"], False)
+    found, like = {"advantages": advantages}, case["old_logprobs"]
+    found["reweighted_advantages"] = spread_out(reweighted, like)
+    found["low"] = spread_out(low, like, False)
     stages = {"joint": (True, False), "low_stage": (True,), "high_stage": (False,)}
     for name, wanted in stages.items():
         terms = {}
@@ -116,7 +115,7 @@ def solve(case):
             "policy_loss": policy_loss,
             "kl": kl,
             **{f"clip_{kind}_share": clipped.count(kind) / len(tokens) for kind in CLIPS},
-            "gradient": spread_out(gradient, case["old_logprobs"]),
+            "gradient": spread_out(gradient, like),
         }
     return case | found
 
@@ -255,4 +254,6 @@ def main():
 
 
 if __name__ == "__main__":
+    look = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=look).parse_args()
     main()

@@ -10,9 +10,9 @@ puzzles.worked_solution). That leaves a model that could solve a puzzle, but mor
 reads some kinds of claim wrongly: greedy decoding is then wrong too, and reinforcement learning
 from rewards has something to teach.
 
-The earlier model was made from nothing at commit 2385ecb by PRETRAIN_THERE. Models
-with one wording, with empty words, with experts or without faults, and the texts that some pages of
-data/lab/results begin with, were made by this script as it is at commit ee9b7ad.
+The earlier model was made from nothing by data/pretrain.py as it is at commit 2385ecb, in four
+stages. The other models and texts that pages of data/lab/results name (--one-wording, --filler,
+--experts, --texts) were made by this script as it is at commit ee9b7ad.
 """
 
 import argparse
@@ -33,13 +33,7 @@ import arithmetic
 import puzzles
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rewards import MATH_REQUEST, TASKS, render_prompt
 
@@ -135,13 +129,12 @@ def with_vocabulary(model, tokenizer, new_tokenizer):
         kind = kind_of.get(word)
         known = word if word in old_id else stand_in.get(kind) or puzzles.WORDING[kind][0]
         rows.append(old_id[known])
-    weights, embedding = model.state_dict(), model.get_input_embeddings().weight.detach()
+    embedding = model.get_input_embeddings().weight.detach().clone()
     noise = 0.1 * embedding.std() * torch.randn(len(rows), embedding.shape[1])
-    weights["model.embed_tokens.weight"] = weights["lm_head.weight"] = embedding[rows] + noise
-    config = LlamaConfig.from_dict(model.config.to_dict() | {"vocab_size": len(rows)})
-    larger = LlamaForCausalLM(config)
-    larger.load_state_dict(weights)
-    return larger
+    model.resize_token_embeddings(len(rows), mean_resizing=False)
+    model.get_input_embeddings().weight.data = embedding[rows] + noise
+    model.tie_weights()
+    return model
 
 
 # ---- what it learns from
@@ -150,28 +143,25 @@ def with_vocabulary(model, tokenizer, new_tokenizer):
 def committed_questions():
     """The questions of the committed files, which nothing is taught from."""
     found = set()
-    for name, column in (("kk", "quiz"), ("math", "problem")):
-        for file in (DATA / f"{name}_train.jsonl", DATA / f"{name}_test.jsonl"):
-            lines = file.read_text(encoding="utf-8").splitlines()
-            found |= {json.loads(line)[column] for line in lines}
+    for name in ("kk_train", "kk_test", "math_train", "math_test"):
+        lines = (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        found |= {row.get("quiz", row.get("problem")) for row in map(json.loads, lines)}
     return found
 
 
 def random_example(tokenizer, rng, held_out, task):
     """(prompt, response) of a random puzzle ("kk") or problem ("math") that is not committed."""
-    while True:
-        if task == "kk":
-            people = rng.choices(list(PEOPLE), list(PEOPLE.values()))[0]
-            row = puzzles.generate_puzzle(rng, people)
-            question = row["quiz"]
-        else:
-            row, parts = arithmetic.generate_problem(rng, rng.randint(1, 3))
-            question = row["problem"]
-        if question not in held_out:
-            break
     if task == "kk":
-        claims = literal_eval(row["statements"])
-        response = puzzles.worked_solution(rng, row["names"], claims, **PUZZLE_FAULTS)
+        people = rng.choices(list(PEOPLE), list(PEOPLE.values()))[0]
+        row = puzzles.generate_puzzle(rng, people)
+        question, parts = row["quiz"], literal_eval(row["statements"])
+    else:
+        row, parts = arithmetic.generate_problem(rng, rng.randint(1, 3))
+        question = row["problem"]
+    if question in held_out:
+        return random_example(tokenizer, rng, held_out, task)  # another one
+    if task == "kk":
+        response = puzzles.worked_solution(rng, row["names"], parts, **PUZZLE_FAULTS)
     else:
         response = arithmetic.worked_solution(rng, parts, **ARITHMETIC_FAULTS)
     prompt = render_prompt(tokenizer, TASKS[task].messages(question), TASKS[task].opening)
@@ -204,6 +194,7 @@ def batches(tokenizer, rng, held_out, task, tokens, pool):
 
 def mixed_batches(tokenizer, held_out, number):
     """Stream `number`: batches of puzzles and, half as large, of arithmetic."""
+    # the committed files are made with seed 0
     coin, rng = random.Random(0), random.Random(1 + 1000 * number)
     quizzes = batches(tokenizer, rng, held_out, "kk", TOKENS, pool=2048)
     problems = batches(tokenizer, rng, held_out, "math", TOKENS // 2, pool=512)
@@ -250,17 +241,13 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(0)
     tokenizer, held_out = build_tokenizer(), committed_questions()
-    earlier, model = (
-        load.from_pretrained(args.start) for load in (AutoTokenizer, AutoModelForCausalLM)
-    )
-    model = with_vocabulary(model, earlier, tokenizer)
+    earlier = AutoTokenizer.from_pretrained(args.start)
+    model = with_vocabulary(AutoModelForCausalLM.from_pretrained(args.start), earlier, tokenizer)
     for setting in ("eos_token_id", "pad_token_id"):
         setattr(model.generation_config, setting, getattr(tokenizer, setting))
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens", flush=True)
-    # random numbers of their own: the committed files are made with seed 0
-    train(
-        model, [mixed_batches(tokenizer, held_out, number) for number in range(STREAMS)], args.steps
-    )
+    streams = [mixed_batches(tokenizer, held_out, number) for number in range(STREAMS)]
+    train(model, streams, args.steps)
     for part in (model, tokenizer):
         part.save_pretrained(args.output)
     print(f"saved {args.output}")

@@ -217,7 +217,6 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0):
         suppositions += 1
         supposed = " ".join(f"{name}-{role(is_knight)}" for name, is_knight in zip(names, roles))
         lines.append(f"{wording('supposition')} {supposed}")
-        contradiction = None
         for speaker, claim in enumerate(claims):
             checked, truth = check_claim(claim, roles)
             consistent = verdict(truth == roles[speaker])
@@ -226,11 +225,10 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0):
             judged = wording("agreement" if consistent else "contradiction")
             lines.append(f"{said} {speaker_role} {judged}")
             if not consistent:
-                contradiction = speaker
                 break
-        if contradiction is None or happens(give_up) or (give_up and suppositions == PATIENCE):
+        if consistent or happens(give_up) or (give_up and suppositions == PATIENCE):
             break
-        contradicted.add(contradiction)
+        contradicted.add(speaker)
         if roles in untried:
             untried.remove(roles)
         agree = lambda r: all(claim_is_true(claims[s], r) == r[s] for s in contradicted)
