@@ -23,7 +23,7 @@ from pathlib import Path
 
 look = argparse.RawDescriptionHelpFormatter
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-parser.add_argument("processes", type=int, nargs="?", default=2)
+parser.add_argument("processes", type=int, nargs="?", default=2, choices=[1, 2, 4])
 PROCESSES = parser.parse_args().processes
 SCREEN, (log, LOG) = os.dup(2), tempfile.mkstemp(prefix="check_verl-", suffix=".log")
 os.dup2(log, 2)  # for the workers too
