@@ -135,8 +135,7 @@ def page_data(policy, tokenizer, rows, args):
     for pair in best_and_worst(values.cpu(), args.group_size, max(1, args.show)):
         row = rows[pair[0] // args.group_size]
         answers = [answer(index) for index in pair]
-        texts = {"text": row["prompt"], "asked": row["asked"], "solution": row["solution"]}
-        prompts.append({**texts, "answers": answers})
+        prompts.append({"text": row["asked"], "solution": row["solution"], "answers": answers})
     low = rollout.mask & (
         known["pi"] < args.eta
     )  # their shares of all tokens, of all weighted pushes
@@ -192,7 +191,7 @@ def hero(data):
     told |= dict(zip(("words", "bars", "names"), drawn), split=24 + 592 * eta, model=data["model"])
     wrong = "".join(text for text, special in zip(bad["texts"], bad["special"]) if not special)
     cut = lambda text, mark: textwrap.wrap(visible(text), 51, max_lines=2, placeholder=mark) + [""]
-    (asked, more, *_), (wrong, *_) = cut(f"“{prompt['asked']}”", " …”"), cut(wrong, " …")
+    (asked, more, *_), (wrong, *_) = cut(f"“{prompt['text']}”", " …”"), cut(wrong, " …")
     return Template(whole).substitute(told, asked=asked, asked_on=more, bad=wrong)
 
 
