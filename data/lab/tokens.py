@@ -4,11 +4,10 @@
     python data/lab/tokens.py --hero hero.svg     # and a picture of one answer, for a README
     python data/lab/tokens.py --model FOLDER --task math --data problems.jsonl --out page.html
 
-The model answers a batch of training prompts. A copy of it makes one update with each method. The
-page has the best and the worst answer to some prompts, each token coloured by π, by its weighted
-push, or by the change of log π. It takes lopti.py's flags of the method, sampling, model and data;
-α and η are the paper's unless given, --show says how many prompts. An optimizer step takes the
-whole batch. All is in float32.
+The model answers a batch of training prompts. A copy of it makes one update with each method, in
+float32; an optimizer step takes the whole batch. The page has the best and the worst answer to some
+prompts (--show), each token coloured by π, by its weighted push, or by the change of log π. α and η
+are the paper's unless given. It takes lopti.py's flags of method, sampling, model and data.
 """
 
 import argparse
@@ -33,11 +32,9 @@ from variants import updated_copy
 HERE = Path(__file__).resolve().parent
 
 DEFAULTS, FIXED = "--alpha 0.3 --eta 0.5 --show 3", "--dtype float32 --mini-batch-size 0"
-SHOWN = ("alpha", "eta", "group_size", "temperature", "learning_rate")
-REFUSED = """
---stapo --top-entropy --min-p --order --passes --mini-batch-size --dtype --steps --output --name
---resume --save-every --eval-only --eval-data --eval-every --eval-size --eval-samples
-""".split()
+REFUSED = """--stapo --top-entropy --min-p --order --passes --mini-batch-size --dtype --steps
+--output --name --resume --save-every --eval-only --eval-data --eval-every --eval-size
+--eval-samples"""
 
 
 def token_texts(tokenizer, ids):
@@ -133,16 +130,13 @@ def page_data(policy, tokenizer, rows, args):
 
     prompts = []
     for pair in best_and_worst(values.cpu(), args.group_size, max(1, args.show)):
-        row = rows[pair[0] // args.group_size]
-        answers = [answer(index) for index in pair]
+        row, answers = rows[pair[0] // args.group_size], [*map(answer, pair)]
         prompts.append({"text": row["asked"], "solution": row["solution"], "answers": answers})
-    low = rollout.mask & (
-        known["pi"] < args.eta
-    )  # their shares of all tokens, of all weighted pushes
-    shares = {"tokens": rollout.mask.float(), "weighted_push": known["weighted_push"]}
-    of_low = lambda sizes: short(100 * sizes[low].sum() / sizes.sum().clamp(min=1e-30))
-    shares = {name: of_low(sizes) for name, sizes in shares.items()}
-    settings = {name: getattr(args, name) for name in SHOWN} | {"responses": len(values)}
+    low = rollout.mask & (known["pi"] < args.eta)  # their shares in %
+    share = lambda sizes: short(100 * sizes[low].sum() / sizes.sum().clamp(min=1e-30))
+    shares = {"tokens": share(rollout.mask.float()), "weighted_push": share(known["weighted_push"])}
+    names = ("alpha", "eta", "group_size", "temperature", "learning_rate")
+    settings = {"responses": len(values)} | {name: getattr(args, name) for name in names}
     return {"prompts": prompts, "shares": shares, "settings": settings}
 
 
@@ -155,29 +149,24 @@ def hero(data):
     whole, *shapes = (HERE / "hero.svg.in").read_text(encoding="utf-8").split("PART\n")
     visible = lambda text: escape("".join(x if x.isprintable() else "▯" for x in text))
     drawn, left, foot, end, pushes = ["", "", ""], 46, 200, 16, good["tokens"]["weighted_push"]
-    tokens = list(zip(good["texts"], good["special"], good["tokens"]["pi"], pushes))
+    texts = [" end" if special else text for text, special in zip(good["texts"], good["special"])]
+    tokens = list(zip(texts, map(str.strip, texts), good["tokens"]["pi"], pushes))
 
     def draw(part, pi, word="", **places):
         kind = 'class="low" fill="#d55e00"' if pi < eta else 'class="high" fill="#0072b2"'
         written = {name: f"{place:.1f}" for name, place in places.items()}
         drawn[part] += Template(shapes[part]).substitute(written, kind=kind, word=visible(word))
 
-    for text, special, pi, _ in tokens:  # the answer, two lines of monospaced type
-        word = "" if special else text.strip()
+    for text, word, pi, _ in tokens:  # the answer, two lines of monospaced type
         left, width = left + 11 * text[:1].isspace(), 11 * len(word) + 1
         if left + width > 620:
             left, foot = 46, foot + 30
         if word and foot < 240:
             draw(0, pi, word, left=left, foot=foot, width=width, middle=left + width / 2)
         left += width
-    for text, special, pi, push in sorted(tokens, key=lambda token: token[2]):
-        x, height, word = (
-            24 + 592 * pi,
-            116 * push / max(pushes),
-            "end" if special else text.strip(),
-        )
+    for _, word, pi, push in sorted(tokens, key=lambda token: token[2]):
+        x, height, width = 24 + 592 * pi, 116 * push / max(pushes), 10.2 * len(word)
         draw(1, pi, left=x - 5, height=height, kept=height * (alpha * pi + 1 - alpha))
-        width = 10.2 * len(word)
         left = x + 5 - width if pi < eta else min(x - 5, 622 - width)
         if height > 12 and left > end - 4:  # room for its name
             left = max(left, end + 2)
@@ -185,14 +174,14 @@ def hero(data):
             end = left + width
         end = max(end, x + 5)
     low = [push for *_, pi, push in tokens if pi < eta]
-    share = round(100 * sum(low) / sum(pushes))
     told = {name: f"{value:g}".replace("0.", ".") for name, value in settings.items()}
-    told |= {"low": len(low), "high": len(tokens) - len(low), "push": share, "rest": 100 - share}
-    told |= dict(zip(("words", "bars", "names"), drawn), split=24 + 592 * eta, model=data["model"])
-    wrong = "".join(text for text, special in zip(bad["texts"], bad["special"]) if not special)
+    told |= {"low": len(low), "high": len(tokens) - len(low), "split": 24 + 592 * eta}
+    told |= {"push": f"{100 * sum(low) / sum(pushes):.0f}", "model": visible(data["model"])}
+    said = "".join(text for text, special in zip(bad["texts"], bad["special"]) if not special)
     cut = lambda text, mark: textwrap.wrap(visible(text), 51, max_lines=2, placeholder=mark) + [""]
-    (asked, more, *_), (wrong, *_) = cut(f"“{prompt['text']}”", " …”"), cut(wrong, " …")
-    return Template(whole).substitute(told, asked=asked, asked_on=more, bad=wrong)
+    (asked, more, *_), (wrong, *_) = cut(f"“{prompt['text']}”", " …”"), cut(said, " …")
+    told |= dict(zip(("words", "bars", "names"), drawn), asked=asked, asked_on=more, bad=wrong)
+    return Template(whole).substitute(told)
 
 
 def main(argv=None):
@@ -202,13 +191,13 @@ def main(argv=None):
     parser.add_argument("--hero", type=Path, metavar="FILE", help="an SVG of its first answer")
     options, flags = parser.parse_known_args(argv)
     args = lopti.parse_arguments([*DEFAULTS.split(), *flags, *FIXED.split()])
-    if given := [flag for flag in flags if flag.split("=")[0] in REFUSED]:
+    if given := [flag for flag in flags if flag.split("=")[0] in REFUSED.split()]:
         raise lopti.UserError(f"one update by the paper's methods is shown: not {given[0]}")
     policy, tokenizer, rows, _ = lopti.prepare(args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
-    command = shlex.join(["python", "data/lab/tokens.py", *flags])
-    model = args.model.removeprefix(f"{lopti.HERE}/")
-    data = {"model": model, "command": command, **page_data(policy, tokenizer, batch, args)}
+    told = {"command": shlex.join(["python", "data/lab/tokens.py", *flags])}
+    told["model"] = args.model.removeprefix(f"{lopti.HERE}/")
+    data = told | page_data(policy, tokenizer, batch, args)
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     text = text.replace("<", r"\u003c")  # no token can end the script element that holds the data
     page = (HERE / "tokens.html.in").read_text(encoding="utf-8").replace("DATA", text, 1)
