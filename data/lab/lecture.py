@@ -21,8 +21,7 @@ from IPython.display import SVG, Code, Image, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
 from theory import logit_gradient_bounds
 
-# Orange is unlikely and blue is likely, everywhere. Okabe and Ito's colours, which colour-blind
-# readers can tell apart, and type that a last row can read.
+# Orange is unlikely, blue is likely, everywhere. Colour-blind readers can tell these apart.
 COLORS = {
     "low": "#D55E00",
     "high": "#0072B2",
@@ -42,9 +41,9 @@ PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7",
 
 
 def roadmap(*boxes):
-    """README's picture with these boxes as they are, and the others faint."""
+    """README's picture with these boxes as they are and the others faint; without boxes, all."""
     picture = (HERE / "results" / "hero.svg").read_text(encoding="utf-8")
-    for box in {*re.findall('<g id="(.*?)"', picture)} - {*boxes}:
+    for box in {*re.findall('<g id="(.*?)"', picture)} - {*boxes} if boxes else ():
         picture = picture.replace(f'<g id="{box}"', f'<g id="{box}" opacity=".2"')
     display(SVG(picture.replace('width="640"', 'width="400"')))
 
@@ -54,8 +53,8 @@ def answer(text):
     for number in plt.get_fignums():
         drawn, small = io.BytesIO(), io.BytesIO()
         plt.figure(number).savefig(drawn, bbox_inches="tight")
-        PIL.Image.open(drawn).convert("RGB").quantize(64).save(small, "png", optimize=True)
-        display(Image(small.getvalue()))
+        PIL.Image.open(drawn).convert("RGB").quantize(128).save(small, "png", optimize=True)
+        display(Image(small.getvalue(), alt=plt.figure(number).axes[0].get_title("left")))
     plt.close("all")
     display(Markdown(f"**Answer.** {text}"))
 
@@ -161,9 +160,11 @@ def curves(lines, title, xlabel, ylabel, letters=()):
     _, axis = plt.subplots(figsize=(11, 4.6))
     for name, (x, y, style) in lines.items():
         axis.plot(x, y, label=name, **style)
-    for x, y, name in letters:
-        axis.plot(x, y, "o", color="black")
-        axis.annotate(name, (x, y), (6, 6), textcoords="offset points")
+    for at, height, name in letters:
+        axis.plot(at, height, "o", color="black")
+        axis.annotate(name, (at, height), (6, 6), textcoords="offset points")
+    if isinstance(x, range):
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 

@@ -783,8 +783,10 @@ def test_the_roadmap_marks_boxes(monkeypatch):
     drawn = []
     monkeypatch.setattr(lecture, "display", lambda picture: drawn.append(picture.data))
     lecture.roadmap("split", "pass1")
+    lecture.roadmap()
     faint = re.findall(r'<g (?:id="(\w+)" opacity|opacity="\S+" id="(\w+)")', drawn[0])
     assert {*itertools.chain(*faint)} - {""} == {"sample", "score", "ar", "pass2"}
+    assert ' opacity="' not in drawn[1]
 
 
 def test_a_package_that_is_missing_is_said_in_one_sentence(tmp_path, monkeypatch):

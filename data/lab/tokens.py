@@ -147,7 +147,8 @@ def hero(data):
     if good["advantage"] <= 0:
         raise lopti.UserError("no answer is better than its group: take another --seed")
     whole, *shapes = (HERE / "hero.svg.in").read_text(encoding="utf-8").split("PART\n")
-    visible = lambda text: escape("".join(x if x.isprintable() else "▯" for x in text))
+    printed = lambda text: "".join(x if x.isprintable() else "▯" for x in text)
+    visible = lambda text: escape(printed(" ".join(text.split())))
     drawn, left, foot, end, pushes = ["", "", ""], 46, 200, 16, good["tokens"]["weighted_push"]
     texts = [" end" if special else text for text, special in zip(good["texts"], good["special"])]
     tokens = list(zip(texts, map(str.strip, texts), good["tokens"]["pi"], pushes))
@@ -163,7 +164,7 @@ def hero(data):
             left, foot = 46, foot + 30
         if word and foot < 240:
             draw(0, pi, word, left=left, foot=foot, width=width, middle=left + width / 2)
-        left += width
+        left += width + 11 * (text[-1:].isspace() and word > "")
     for _, word, pi, push in sorted(tokens, key=lambda token: token[2]):
         x, height, width = 24 + 592 * pi, 116 * push / max(pushes), 10.2 * len(word)
         draw(1, pi, left=x - 5, height=height, kept=height * (alpha * pi + 1 - alpha))
@@ -195,9 +196,9 @@ def main(argv=None):
         raise lopti.UserError(f"one update by the paper's methods is shown: not {given[0]}")
     policy, tokenizer, rows, _ = lopti.prepare(args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
-    told = {"command": shlex.join(["python", "data/lab/tokens.py", *flags])}
-    told["model"] = args.model.removeprefix(f"{lopti.HERE}/")
-    data = told | page_data(policy, tokenizer, batch, args)
+    data = {"model": args.model.removeprefix(f"{lopti.HERE}/")}
+    data |= {"command": shlex.join(["python", "data/lab/tokens.py", *flags])}
+    data |= page_data(policy, tokenizer, batch, args)
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     text = text.replace("<", r"\u003c")  # no token can end the script element that holds the data
     page = (HERE / "tokens.html.in").read_text(encoding="utf-8").replace("DATA", text, 1)
