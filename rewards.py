@@ -19,6 +19,7 @@ import importlib
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -110,27 +111,28 @@ MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
 
 
 def math_reward(completions, solution, **columns):
-    r"""Return 1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
+    r"""1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
 
     Completions and solutions, such as r"\frac{1}{2}", as for kk_reward; `columns` are ignored.
-    Where 1/2 is expected, 2/4 earns nothing, as in the graders of the field.
     """
-    pairs = zip(map(message_text, completions), solution, strict=True)
-    return [float(answers_match(extract_boxed(text) or "", str(truth))) for text, truth in pairs]
+    answers = [extract_boxed(message_text(completion)) or "" for completion in completions]
+    truths = [extract_boxed(truth) or truth for truth in map(str, solution)]
+    return [float(answers_match(*pair)) for pair in zip(answers, truths, strict=True)]
 
 
 def extract_boxed(text):
-    r"""Return the content of the last \boxed{} (or \fbox{}) after the last </think>, or None.
+    r"""The content of the last \boxed{} (or \fbox{}) after the last </think>, or None.
 
-    >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$.")
+    >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$, in \boxed as you asked.")
     '\\frac{1}{2}'
     """
-    text = text.rpartition("</think>")[2]
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"), 0)
-    opening = re.match(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))", text[start : start + MAX_BOX])
-    if opening is None or opening[1]:  # \boxed 5 has no braces
+    text, opening = text.rpartition("</think>")[2], None
+    box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
+    for opening in re.finditer(box, text):
+        pass  # up to the last one
+    if opening is None or opening[1]:
         return opening and opening[1]
-    depth, content = 1, text[start + opening.end() :][:MAX_BOX]
+    depth, content = 1, text[opening.end() :][:MAX_BOX]
     for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
         if depth == 0:
@@ -138,18 +140,18 @@ def extract_boxed(text):
 
 
 def answers_match(predicted, expected):
-    r"""Tell whether a predicted LaTeX answer is the expected one.
+    r"""Whether a predicted LaTeX answer is the expected one.
 
-    A unit may be missing. Where both answers have units, these must begin with the same letter: cm
-    and centimetres agree, cents and \$ (dollars) do not. By the convention of the paper's grader
-    20\% counts as 20. A fraction must be in lowest terms.
+    The expected unit may be missing. Another one is wrong, and so are words that are no unit. By
+    the convention of the paper's grader 20\% counts as 20. A fraction must be in lowest terms.
     >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
     (True, False, True)
     """
     if max(len(predicted), len(expected)) > MAX_LENGTH:
         return predicted == expected
     (answer, units), (truth, true_units) = tokenize(predicted), tokenize(expected)
-    if not answer or (units and true_units and units != true_units):
+    right_units = units == true_units if true_units else UNITS.keys() >= set(units)
+    if not answer or (units and not right_units):
         return False
     try:
         return answer == truth or same_answer(parse(answer), parse(truth))
@@ -157,130 +159,157 @@ def answers_match(predicted, expected):
         return False  # no expression, no number, too large, 1/0, or nested too deeply
 
 
+def table(text):
+    """Each word of a text → the first one of its row; rows end at | or with the line."""
+    rows = map(str.split, re.split(r"[|\n]", text))
+    return {word: row[0] for row in rows for word in row}
+
+
+UNITS = table("""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram
+kg kilogram|mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre
+km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
+s sec second|min minute|h hr hour|day|week|month|year|unit|way|time|point|value|solution|root|term
+digit|person people|student|child children|man men|woman women|boy|girl|friend|book|page|apple|egg
+orange|cookie|marble|ball|card|coin|car|animal|tree|game|question|side|edge|face|triangle|item""")
+NO_UNITS = {"dozen", "score", "half", "third", "quarter", "one", "two", "three", "ten"}
+ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+ALIASES = table(r"""<= ≤ \le \leq \leqslant|>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt
+* × · \times \cdot|= ∈ \in|- − –|^2 ²|^3 ³|\sqrt √|\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½
+\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom|\text \mathrm \mbox \textbf|€ \euro""")
 REWRITES = (  # in this order: what can be written in several ways is written in one
-    (r"\\(begin|end)\s*\{[bp]?matrix\}", r"\\\1 "),  # a matrix is a bracket with two separators
+    (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
     (r"\\\\", ";"),
-    (r"(?<=[0-9])(?:\{,\}|,?\\[,!;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),  # 1,200
-    (r"\\\$\s*(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),
+    (r"\\[A-Za-z]+|[^\x00-\x7f]", lambda word: ALIASES.get(word[0], word[0]) + " "),
+    (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) |[$~]", " "),
+    (r"(?:[\[(] *)?\\begin \s*\{array\} *\{[clr|]*\}|\\begin \s*\{[bp]?matrix\}", r"\\begin "),
+    (r"\\end \s*\{array\}(?: *[\])])?|\\end \s*\{[bp]?matrix\}", r"\\end "),  # a pair of brackets
+    (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
+    (r"\\ *(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),  # what is left of \$5
+    (r"€ *(-?[0-9]*\.?[0-9]+)|([0-9]) *€", r"\1\2\\text{euros}"),
     (r"\\?%", r"\\text{percent}"),
-    (r"°|\\degree|\^\s*\{?\s*\\circ\s*\}?", r"\\text{degrees}"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal))(?![A-Za-z])", " "),
-    (r"\\[,;:!()\s]|[$~]", " "),
+    (r"\^\s*\{?\s*\\circ *\}?|\\degree|°", r"\\text{degrees}"),
+    (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
+    (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{ \1}"),  # 35 (apples)
+    (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
+    (r"\\[,;:!()\[\]\s]", " "),
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
-    (r"√", r"\\sqrt "),
-    (r"π", r"\\pi "),
-    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|sin|cos|tan)(?![A-Za-z])", r"\\\1 "),
-    (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*"),
-    (r"[−–]", "-"),
-    (r"\\leq?(?:slant)?(?![A-Za-z])|≤", "<="),
-    (r"\\geq?(?:slant)?(?![A-Za-z])|≥", ">="),
-    (r"\\neq?(?![A-Za-z])|≠", "!="),
-    (r"\\in(?![A-Za-z])|∈", "="),  # x \in [1, 2] reads like x = [1, 2]
-    (r"^(.*)(?:\\pm(?![A-Za-z])|±)(.*)", r"\1+\2,\1-\2"),
-    (r"_\{(\w+)\}", r"_\1"),
-    (r"\\[dtc]?frac\s*([0-9])", r"\\frac{\1}"),  # \frac12 is one half
-    (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*([0-9])", r"\\frac\1{\2}"),
-    (r"\\[dtc]frac", r"\\frac"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
+    (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
+    (r"\\frac\s*([0-9])", r"\\frac{\1}"),  # \frac12 is one half
+    (r"\\frac\s*(\{[^{}]*\})\s*([0-9])", r"\\frac\1{\2}"),
     (r"([0-9])\s*\\frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
-    (r"(?<![\w.])10\s*\^\s*(?:([0-9])(?![0-9])|\{(-?[0-9]{1,3})\})", r"1e\1\2"),  # a power of ten
-    (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?thousand\b", r"e3\1"),
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?million\b", r"e6\1"),
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?billion\b", r"e9\1"),
+    (r"(?<![\w.])10\s*\^\s*(?:([0-9]{1,3})(?![0-9])|\{\s*(-?[0-9]{1,3})\s*\})", r"1e\1\2"),
+    (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
+    *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
 )
-TOKEN = r"""(?xs) (?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
-    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ackmp]m|m(?=/s)|ft|in|mi|kg|lb|oz|hr)(?:/(?:s|h|min)\b)?)
-      )(?:\s*\^\s*\{?[23]\}?)?                      # \text{cm}^2, cm^2, km/h
-    | (?P<word>(?:(?<=[\[({,=])|\A)\s*[A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z))
-      | (?<!\S)[A-Za-z]{4,})                        # ABC, two lines; in 2ab the letters are factors
-    | (?:[0-9]+|[A-Za-z])_(?:[0-9]+|[A-Za-z])       # names: x_1, and 1204_9, a numeral in base nine
-    | [0-9]+\ +[0-9]+/[0-9]+ | (?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:e-?[0-9]{1,3})?
-    | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
+FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
+WORD = rf"(?:(?:{'|'.join(word for word in UNITS if 1 < len(word) < 4)})s?\b|[A-Za-z]{{4,}})"
+TOKEN = rf"""(?xs) (?:\\text\s*\{{(?P<text>[^{{}}]*)\}}
+    | (?P<unit>(?<=[0-9]\ )(?:{WORD}|m(?=/s))(?:(?:/|\s+per\s+|\s+)(?:{WORD}|[msh]\b))*
+      | (?<=[0-9])(?:[ckm]m|kg|lbs?|mph)\b))(?:\s*\^\s*\{{?[23]\}}?)?         # \text{{cm}}^2, km/h
+    | (?P<word>(?:(?<=[\[({{,=])|\A)(?!\s*[a-z]\s*[a-z]?\s*[a-z]\s*(?:[,=]|\Z))\s*   # ABC, not mn
+      [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}})     # two lines
+    | (?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)             # \log_2, \sin^2, 1204_9
+    | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+    # x_1, x_{{n+1}}, 2 1/3
+    | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
-    r"""Cut LaTeX into tokens and the first letters of its units. Spacing disappears.
+    r"""LaTeX → its tokens, and its units by their names in UNITS. Spacing disappears.
 
-    A comma joins 1,200 but not (1,200), which is a point. A unit is a word behind a number. Letters
-    alone are one word, so ABC is not CAB.
-    >>> tokenize(r"x = 1,200 \text{ cm}^2"), tokenize("two lines")
-    ((['x', '=', '1200'], 'c'), (['twolines'], ''))
+    A comma joins 1,200 but not (1,200), which is a point. A unit is words behind a number, known or
+    not. Letters alone are one word, so ABC is not CAB.
+    >>> tokenize(r"x = 1,200 \text{ square feet}"), tokenize("two lines")
+    ((['x', '=', '1200'], ['ft']), (['twolines'], []))
     """
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
-    tokens, units = [], ""
+    tokens, units = [], []
     for match in re.finditer(TOKEN, text.rstrip(" .,;")):
         words = (match["text"] or match["unit"] or match["word"] or "").strip(" .,;")
+        is_unit = re.fullmatch(r"[A-Za-z]+\.?(?:(?:\s*/\s*|\s+)[A-Za-z]+\.?)*(?:\^[23])?", words)
+        names = re.findall("[a-z]+", re.sub(r"\b(square|cubic|sq|per)\b", "", words.lower()))
         after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
-        if after_number and re.fullmatch(r"[^\d()]+(\^[23])?", words):
-            units += re.sub(r"^(?:square|cubic|sq\.?)\b\s*", "", words)[:1].lower()
+        if after_number and is_unit and NO_UNITS.isdisjoint(names):
+            units += [UNITS.get(name, UNITS.get(name.removesuffix("s"), name)) for name in names]
         elif match["text"] is not None:  # no unit: it is read like anything else
             tokens += tokenize(words)[0]
-        else:
-            tokens.append(re.sub(r"\s", "", words).lower() or match.group())
+        else:  # x_{n + 1} is one token
+            token = words.lower() or match[0]
+            is_long = words or re.search("._|.\\^", token)
+            tokens.append(re.sub(r"[\s{}]", "", token) if is_long else token)
     return tokens, units
 
 
-NAME = re.compile(r"[A-Za-z]+(_\w+)?|[0-9]+_\w+|\\(pi|infty|alpha|beta|gamma|theta|lambda|mu|phi)")
-CONSTANTS = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-OPENING = ("(", "[", "{", r"\{", r"\begin")
-KINDS = {kind: kind for kind in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
-PRECEDENCE = {";": 1, ",": 2, "=": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3, r"\cup": 4}
-PRECEDENCE |= {"+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
+NAME = r"[A-Za-z]+(_.+)?|[0-9]+_.+|\\(pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"
+NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
+OPENING = ("(", "[", "{", r"\{", r"\begin", r"\lceil", r"\lfloor", "|")
+STRUCTURES = ["()", "(]", "[)", "[]", "{}", r"\begin\end", "name ="]
+KINDS = {kind: kind for kind in (*STRUCTURES, r"\lceil\rceil", r"\lfloor\rfloor", "||")}
+KINDS[r"\{\}"] = "{}"
+PRECEDENCE = {";": 1, ",": 2, "=": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3, r"\approx": 3}
+PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
 
 
 def parse(tokens):
-    """Return the tree of an answer; a list is a set.
+    r"""Tokens → the tree of an answer; a list is a set, and \pm makes two answers of one.
 
     >>> parse(["2", "x", "-", "y"])
     ('+', ('*', Fraction(2, 1), 'x'), ('-', 'y'))
     """
+    if r"\pm" in tokens:
+        both = [parse([sign if x == r"\pm" else x for x in tokens]) for sign in "+-"]
+        both = [tree[1:] if head(tree) == "{}" else [tree] for tree in both]
+        return ("{}", *dict.fromkeys(itertools.chain(*zip(*both))))
     tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
     tree = expression(tokens)
     if tokens != [""]:
         raise ValueError(f"cannot read {tokens}")
-    return ("{}", *tree[1:]) if head(tree) == "," else tree
+    return ("{}", *tree[1:]) if head(tree) in (",", ";") else tree
 
 
 def head(tree):
-    """Return the operator of a tree; a Fraction or a name stands for itself."""
+    """The operator of a tree; a Fraction or a name stands for itself."""
     return tree[0] if isinstance(tree, tuple) else tree
 
 
 def expression(tokens, level=1):
-    """Read operators of precedence `level` or more; on the right of one stands what binds more."""
+    """Reads operators of precedence `level` or more; on the right of one stands what binds more."""
     tree = operand(tokens)
     while True:
         token = tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
-        starts_factor = token in ("(", "[", "{", r"\frac", *FUNCTIONS) or NAME.fullmatch(token)
+        function = re.match(rf"{FUNCTION}|\\sqrt", token)
+        starts_factor = function or re.fullmatch(rf"{NAME}|[(\[{{]|\\frac|\\lceil|\\lfloor", token)
         precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
-        if precedence < level or (level == FACTOR and token in FUNCTIONS):
+        if precedence < level or (level == FACTOR and function):
             return tree
         operation = "*" if starts_factor else tokens.pop(0)
         tree = join(tree, operation, expression(tokens, precedence + 1))
 
 
 def operand(tokens):
-    """Read a number, a name, a bracket, or a function or sign and what it is applied to."""
+    """Reads a number, a name, a bracket, or a function or sign and what it is applied to."""
     token = tokens.pop(0)
     if token in ("+", "-"):
         tree = expression(tokens, SIGN)
-        return ("-", tree) if token == "-" else tree
+        if token == "-":  # -5 is a number, -(-5) is not
+            return -tree if isinstance(tree, Fraction) and tree > 0 else ("-", tree)
+        return tree
     if token in OPENING:
         tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
-        if head(tree) == ",":
+        if head(tree) == "," or (head(tree) == ";" and kind == "{}"):
             return (kind, *tree[1:])
         return tree if kind in ("()", "[]", "{}") else (kind, tree)  # (5), {5} are 5
     if token == r"\frac":
-        return ("/", expression(tokens, OPERAND), expression(tokens, OPERAND))
+        return join(expression(tokens, OPERAND), "/", expression(tokens, OPERAND))
     if token == r"\sqrt":
         degree = expression(tokens, OPERAND) if tokens[0] == "[" else Fraction(2)
-        return (r"\sqrt", expression(tokens, OPERAND), degree)
-    if token in FUNCTIONS:  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
+        return ("^", expression(tokens, OPERAND), ("/", Fraction(1), degree))
+    if re.match(FUNCTION, token):  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
         return (token, expression(tokens, OPERAND if tokens[0] in OPENING else FACTOR))
-    if NAME.fullmatch(token):
+    if re.fullmatch(NAME, token):
         return token
     whole, *part = map(Fraction, re.split("[ /]+", token))  # 2, or the mixed number 2 1/3
     if not token.isascii() or (part and not part[0] < part[1] == Fraction(*part).denominator):
@@ -289,10 +318,20 @@ def operand(tokens):
 
 
 def join(left, operation, right):
-    """Return the tree of an operation: a - b is a + (-b), x > 3 is 3 < x, and sums are flat."""
-    names = left[1:] if head(left) in ("*", "()") else [left]
-    if operation == "=" and all(isinstance(name, str) for name in names):
-        operation = "name ="  # x = 5, f(x) = 5, (x, y) = (1, 2)
+    """The tree of an operation: a - b is a + (-b), x > 3 is 3 < x, and sums are flat.
+
+    3/4 is a number; 6/8 is an operation that is left to do. Behind the label in x = 2 + 3 = 5
+    stands a value, of which the last form counts, but not what it is about.
+    """
+    if operation == "/" and isinstance(left, Fraction) and isinstance(right, Fraction):
+        if abs(right) == (left / right).denominator > 1:
+            return left / right
+    elif operation in ("=", r"\approx") and is_label(left):
+        operation = "name ="
+    elif operation == "=" and head(left) == "name =" and isinstance(left[2], tuple):
+        operation, left = "name =", left[1]
+    elif operation == r"\approx":
+        return left
     elif operation == "-":
         operation, right = "+", ("-", right)
     elif operation in (">", ">="):
@@ -301,15 +340,25 @@ def join(left, operation, right):
     return (operation, *(left[1:] if is_flat else [left]), right)
 
 
+def is_label(tree):
+    """Whether a tree is made of names: x, f(x), |AB|, AB/CD, (x, y)."""
+    if isinstance(tree, tuple):
+        return tree[0] in ("*", "/", "()", "||") and all(map(is_label, tree[1:]))
+    return isinstance(tree, str)
+
+
 def same_answer(answer, truth):
-    """Compare two trees; numbers and expressions by value. x = 5 says 5; sets have no order."""
+    """Whether two trees agree; numbers and expressions by value. x = 5 says 5. A set has no order,
+    but where only one answer names its values, as in x = 1, y = 2, these have one."""
     if (head(answer) == "name =") != (head(truth) == "name ="):
         answer, truth = (tree[2] if head(tree) == "name =" else tree for tree in (answer, truth))
-    if not any(isinstance(tree, tuple) and tree[0] not in OPERATIONS for tree in (answer, truth)):
+    ordered = (*STRUCTURES, ";", "=", "!=", "<", "<=", r"\cup")
+    if not any(isinstance(tree, tuple) and tree[0] in ordered for tree in (answer, truth)):
         return same_value(answer, truth)
     if head(answer) != head(truth) or len(answer) != len(truth):
         return False
-    if head(truth) not in ("{}", r"\cup"):
+    names = [{x[1] for x in tree[1:] if head(x) == "name ="} for tree in (answer, truth)]
+    if head(truth) not in ("{}", r"\cup") or (len(names[0]) > 1) != (len(names[1]) > 1):
         return all(map(same_answer, answer[1:], truth[1:]))
     partners = list(truth[1:])
     for item in answer[1:]:
@@ -321,80 +370,43 @@ def same_answer(answer, truth):
 
 
 def same_value(answer, truth):
-    """Tell whether an expression has the value of another, and its form.
+    """Whether an expression has the value of another, and its form.
 
-    Variables get fixed values, once positive and once negative. Fractions are compared exactly,
-    other numbers to nine digits. A number must be finished. With variables a sum must have as many
-    terms: where the factors are asked for, x^2 - 1 is not (x - 1)(x + 1), nor the other way round.
+    Fractions are compared exactly, other numbers to nine digits; variables get two fixed values.
+    Where a number is expected, 5 + 6 is none. A sum must have as many terms, be it over a number:
+    where the factors are asked for, x^2 - 1 is not (x - 1)(x + 1), nor the other way round.
     """
-    rounds = [(evaluate(answer, sign), evaluate(truth, sign)) for sign in (1, -1)]
-    for values in rounds:
-        exact = all(isinstance(value, Fraction) for value in values)
+    for sign in (1, -1):
+        values = value(answer, sign), value(truth, sign)
+        exact = all(isinstance(number, Fraction) for number in values)
         if not (values[0] == values[1] if exact else cmath.isclose(*values)):
             return False
-    if rounds[0] != rounds[1]:  # there are variables
-        terms = [len(tree) if head(tree) == "+" else 2 for tree in (answer, truth)]
-        return terms[0] == terms[1]
-    return answer == truth or is_finished(answer)
+    if isinstance(answer, Fraction) or isinstance(truth, Fraction):
+        return isinstance(answer, Fraction)
+    trees = (answer, truth)
+    sums = [x[1] if head(x) == "/" and isinstance(x[2], Fraction) else x for x in trees]
+    sizes = [[len(x) if head(x) == "+" else 2 for x in pair] for pair in (trees, sums)]
+    return any(first == second for first, second in sizes)
 
 
-def evaluate(tree, sign=1):
-    """Return the number that a tree stands for; a variable is a fixed fraction of that sign."""
+def value(tree, sign=1):
+    """The number that a tree stands for. A variable is a fixed fraction of that sign; a function is
+    a fixed random number for each number that it is applied to."""
     if isinstance(tree, Fraction):
         return tree
     if isinstance(tree, str):
         some = random.Random(f"{sign} {tree}").randrange(5000, 15000)
-        return CONSTANTS.get(tree) or sign * Fraction(some, 10007)
-    return OPERATIONS[tree[0]](*(evaluate(part, sign) for part in tree[1:]))
-
-
-def power(base, exponent):
-    if isinstance(exponent, Fraction) and len(str(base)) * abs(exponent) > MAX_DIGITS:
+        return NAMED_VALUES.get(tree) or sign * Fraction(some, 10007)
+    operation, *values = tree[0], *(value(part, sign) for part in tree[1:])
+    if operation == "^" and len(str(values[0])) * abs(values[1]) > MAX_DIGITS:
         raise ValueError("too large")
-    return base**exponent
+    if operation in OPERATIONS:
+        return OPERATIONS[operation](*values)
+    return random.Random(f"{operation} {complex(*values):.9g}").random()
 
 
-FUNCTIONS = {f"\\{name}": getattr(cmath, name) for name in ("sin", "cos", "tan", "exp")}
-FUNCTIONS |= {r"\ln": cmath.log, r"\log": cmath.log10}
-FUNCTIONS[r"\sqrt"] = lambda value, degree: power(value, 1 / degree)
 OPERATIONS = {"+": lambda *terms: sum(terms), "*": lambda *factors: math.prod(factors)}
-OPERATIONS |= {"-": lambda x: -x, "/": lambda x, y: x / y, "^": power, **FUNCTIONS}
-
-
-def is_rational(value):
-    """Tell whether a value is, up to rounding, a fraction with a denominator up to 1000."""
-    if isinstance(value, Fraction):
-        return True
-    near = Fraction(complex(value).real).limit_denominator(1000)
-    return cmath.isclose(value, near, rel_tol=1e-12)
-
-
-def is_finished(tree):
-    """Tell whether a number is an answer: no operation is left that could be carried out.
-
-    A mixed number and a number times a power of ten are numerals, not operations.
-    """
-    if not isinstance(tree, tuple):
-        return True
-    operation, *parts = tree
-    values = [evaluate(part) for part in parts]
-    value = OPERATIONS[operation](*values)
-    inner = parts[1:] if operation == "/" else parts  # a numerator may be a sum
-    if operation not in FUNCTIONS and any(head(part) in ("+", operation) for part in inner):
-        return False  # 2(1 + \sqrt2), (2 + i)^2, -(-5)
-    if operation == "-":
-        done = True
-    elif is_rational(value):  # 6 + 5, 2^{10}, \sqrt{16}, \ln e; but 3/4 is done, and 6/8 is not
-        exact = isinstance(value, Fraction)
-        done = exact and operation == "/" and abs(values[1]) == value.denominator > 1
-    elif operation == "+":  # 2\sqrt3 + \sqrt3
-        done = not any(is_rational(a / b) for a, b in itertools.combinations(values, 2))
-    elif operation == "*":  # \sqrt2\sqrt3: two factors of one kind
-        kinds = {"rational" if is_rational(v) else head(part) for v, part in zip(values, parts)}
-        done = len(kinds) == len(parts)
-    else:  # a power or root: \sqrt{-4} is 2i
-        done = operation == "/" or not is_rational(1j * value)
-    return done and all(map(is_finished, parts))
+OPERATIONS |= {"-": operator.neg, "/": operator.truediv, "^": operator.pow, "||": abs}
 
 
 # ------------------------------------------ The two tasks: what is asked, and what a response earns
