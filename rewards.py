@@ -13,6 +13,7 @@ column `solution`):
 """
 
 import cmath
+import copy
 import csv
 import functools
 import importlib
@@ -168,8 +169,8 @@ def table(text):
 UNITS = table("""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram
 kg kilogram|mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre
 km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
-s sec second|min minute|h hr hour|day|week|month|year|unit|way|time|point|value|solution|root|term
-digit|person people|student|child children|man men|woman women|boy|girl|friend|book|page|apple|egg
+s sec second|min minute|h hr hour|day|week|month|year|unit|way|time|point|value|solution|digit
+person people|student|child children|man men|woman women|boy|girl|friend|book|page|apple|egg
 orange|cookie|marble|ball|card|coin|car|animal|tree|game|question|side|edge|face|triangle|item""")
 NO_UNITS = {"dozen", "score", "half", "third", "quarter", "one", "two", "three", "ten"}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -208,7 +209,7 @@ WORD = rf"(?:(?:{'|'.join(word for word in UNITS if 1 < len(word) < 4)})s?\b|[A-
 TOKEN = rf"""(?xs) (?:\\text\s*\{{(?P<text>[^{{}}]*)\}}
     | (?P<unit>(?<=[0-9]\ )(?:{WORD}|m(?=/s))(?:(?:/|\s+per\s+|\s+)(?:{WORD}|[msh]\b))*
       | (?<=[0-9])(?:[ckm]m|kg|lbs?|mph)\b))(?:\s*\^\s*\{{?[23]\}}?)?         # \text{{cm}}^2, km/h
-    | (?P<word>(?:(?<=[\[({{,=])|\A)(?!\s*[a-z]\s*[a-z]?\s*[a-z]\s*(?:[,=]|\Z))\s*   # ABC, not mn
+    | (?P<word>(?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*   # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}})     # two lines
     | (?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)             # \log_2, \sin^2, 1204_9
     | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+    # x_1, x_{{n+1}}, 2 1/3
@@ -268,6 +269,13 @@ def parse(tokens):
     if tokens != [""]:
         raise ValueError(f"cannot read {tokens}")
     return ("{}", *tree[1:]) if head(tree) in (",", ";") else tree
+
+
+def is_expression(text):
+    """Whether an answer is read as an expression, or else compared as text."""
+    with suppress(ValueError, KeyError, ArithmeticError, RecursionError):
+        return len(text) <= MAX_LENGTH and bool(parse(tokenize(text)[0]))
+    return False
 
 
 def head(tree):
@@ -442,26 +450,42 @@ TASKS = {
     "kk": Task(kk_reward, 3.0, "people", system=KK_SYSTEM_PROMPT, opening="<think>"),
     "math": Task(math_reward, 1.0, "level", request=f"\n\n{MATH_REQUEST}"),
 }
+FORMS = (  # of a row: the columns with its question and its solution. The first that it has counts
+    ("prompt", "reward_model"),  # verl: the prompt is chat messages
+    ("prompt", "solution"),  # TRL: chat messages, or text
+    ("quiz", "solution_text_format"),  # K-and-K/knights-and-knaves
+    ("problem", "answer"),  # DeepScaleR, MATH-500
+    ("problem", "solution"),  # MATH: the answer is in a box
+    ("question", "answer"),  # GSM8K: the answer is behind ####
+)
 
 
 def question_and_solution(row):
-    """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
-    if "quiz" in row:  # K-and-K/knights-and-knaves
-        return row["quiz"], row.get("solution_text_format")
-    if "problem" in row:  # DeepScaleR, MATH-500, and MATH, which has no answer but the box
-        return row["problem"], row.get("answer", extract_boxed(to_text(row.get("solution"))))
-    if "question" in row:  # GSM8K
-        return row["question"], to_text(row.get("answer")).split("####")[-1].strip()
-    if "reward_model" in row:  # verl: the prompt is chat messages
-        truth = row["reward_model"]["ground_truth"]
-        return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
-    return row.get("prompt"), row.get("solution")  # TRL: the prompt is chat messages, or text
+    """What a row asks, its solution, and the column of the question; "" where it has no form."""
+    for form in FORMS:
+        question, solution = (row.get(column) for column in form)
+        if form[1] == "reward_model" and solution:
+            solution = solution["ground_truth"]
+            if isinstance(solution, dict):
+                solution = solution["solution_text_format"]
+        solution = to_text(solution)
+        if form == ("problem", "solution") and solution:
+            solution = extract_boxed(solution)
+            if solution is None:
+                raise UserError(r"whose solution has no \boxed{}")
+        elif form == ("question", "answer"):
+            solution = solution.split("####")[-1]
+        if question and solution.strip():
+            return question, solution.strip(), form[0]
+    return "", "", ""
 
 
 def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        value = value.decode()
     return "" if value is None or isinstance(value, (list, dict)) else str(value)
 
 
@@ -486,22 +510,42 @@ def user_errors(problem):
 
 def load_data(args, tokenizer):
     """Training rows (none with --eval-only) and, of each difficulty, --eval-size evaluation rows.
-    No training question contains one of the evaluation data, chosen or not, or is part of one.
+
+    Of a user's --data without --eval-data a tenth is held out, always the same rows. No training
+    question contains one of the evaluation data, chosen or not, or is part of one.
     """
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
-    files = Path(__file__).resolve().parent / "data"
-    held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
+    files, note = Path(__file__).resolve().parent / "data", ""
     source = args.data or files / f"{args.task}_train.jsonl"
-    training = [] if args.eval_only else load_rows(source, args, tokenizer, held_out)
+    if args.data and not args.eval_data:
+        training = load_rows(source, args, tokenizer)
+        held_out = random.Random(0).sample(training, min(500, math.ceil(len(training) / 10)))
+        note = f": a tenth of {Path(source).name}, held out"
+    else:
+        test = args.eval_data or files / f"{args.task}_test.jsonl"
+        held_out = load_rows(test, args, tokenizer)
+        training = [] if args.eval_only else load_rows(source, args, tokenizer)
+    keys, total = {row["key"] for row in held_out}, len(training)
+    training = [
+        row for row in training if not any(key in row["key"] or row["key"] in key for key in keys)
+    ]
+    if args.eval_only:
+        training = []
+    elif not training:
+        raise UserError(f"all {total} rows of {source} are also evaluation data{note}")
+    elif not note and len(training) < total:
+        note = (
+            f"; {total - len(training)} of {Path(source).name} are also evaluation data: left out"
+        )
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
-    print(f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts")
+    print(f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts{note}")
     return training, chosen
 
 
-def load_rows(source, args, tokenizer, held_out=()):
+def load_rows(source, args, tokenizer):
     """The rows of a data file or hub data set that can be used; one line counts all others."""
     with user_errors(f"cannot read {source}"):
         table = read_table(str(source))
@@ -510,46 +554,69 @@ def load_rows(source, args, tokenizer, held_out=()):
     names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
     if "completions" in names:  # a reward gets the responses by this name
         raise UserError(f"{source} has a column completions: give it another name")
-    rows, left_out = [], {}  # reason → the numbers of its rows
+    rows, left_out, sizes = [], {}, set()  # left_out: reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
         try:
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
-                row = make_row(columns, args.task, tokenizer)
+                row = make_row(columns, args, tokenizer)
                 row["columns"] = {name: columns.get(name) for name in names if name is not None}
-                check_row(row, args, tokenizer, held_out)
+                if args.task == "kk" and int(row["difficulty"]) not in (0, *args.people):
+                    sizes.add(row["difficulty"])
+                    continue
+                check_row(row, args, tokenizer)
             rows.append(row)
         except UserError as reason:
             left_out.setdefault(str(reason), []).append(number)
-    if rows:  # what --people leaves out is no news
-        left_out = {why: them for why, them in left_out.items() if "not of --people" not in why}
     where = {why: f" (row {str(them)[1:-1]})" for why, them in left_out.items() if len(them) < 10}
     reasons = [f"{len(them)} {why}{where.get(why, '')}" for why, them in left_out.items()]
     told = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
     if not rows:
-        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {told}")
-    if left_out:
+        told += f"; puzzles of {', '.join(sorted(sizes))} people" if sizes else ""
+        columns = ", ".join(map(str, names))
+        raise UserError(f"no prompts are left of {source} ({columns}), see data/GUIDE.md: {told}")
+    if args.task == "math" and not args.reward:
+        as_text = sum(not is_expression(row["solution"]) for row in rows)
+        if as_text:
+            told += f"; {as_text} solutions are compared as text, see math-verify in data/GUIDE.md"
+    if left_out or "as text" in told:
         print(f"{Path(source).name}: {told}")
     return rows
 
 
-def check_row(row, args, tokenizer, held_out):
-    """UserError with the reason where a row cannot be used. No row of `held_out` is trained on."""
-    task, question, solution = TASKS[args.task], row["question"], row["solution"]
-    if not question or not solution.strip():
+def check_row(row, args, tokenizer):
+    """UserError with the reason where a row cannot be used."""
+    task, solution = TASKS[args.task], row["solution"]
+    if not solution:
         raise UserError("without a prompt or a solution")
     if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
         raise UserError("with half a character (a lone surrogate)")
+    if re.search(r"[\x08\x0c](?=[a-z])", row["prompt"]):
+        raise UserError(EATEN)
+    if args.task == "math" and not args.reward:
+        check_answer(solution)
     # A solution, as the answer in the form of either task, must earn the full reward.
     response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
     nobody = args.task == "kk" and row["difficulty"] == "0"
     if nobody or not args.reward and task.reward([response], [solution]) != [task.solved]:
         raise UserError(f"whose solution --task {args.task} cannot read")
-    if args.task == "kk" and int(row["difficulty"]) not in args.people:
-        raise UserError(f"not of --people {' '.join(map(str, args.people))}")
     if len(tokenizer(row["prompt"], add_special_tokens=False).input_ids) > args.max_prompt_length:
         raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
-    if any(old["question"] in question or question in old["question"] for old in held_out):
-        raise UserError("also in the evaluation data")
+
+
+EATEN = r"with LaTeX of which JSON has taken a part, such as \f of \frac"
+
+
+def check_answer(solution):
+    """UserError where nothing matches a solution of mathematics, or only a copy."""
+    if re.fullmatch(r"(?i:proof|not ?found|n/a|unknown|nan|null)|None|[-?]+", solution.strip(".")):
+        raise UserError("whose solution says that there is none")
+    if re.fullmatch(r"\[\s*(['\"]).*\1\s*\]", solution, re.DOTALL):
+        raise UserError("whose solution is a list")
+    if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)", solution):
+        raise UserError(EATEN)
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", solution)
+    if len(words) - len(tokenize(solution)[1]) > 4:
+        raise UserError("whose solution is a sentence")
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -573,34 +640,65 @@ def read_table(source):
         return list(itertools.chain(*json.loads(f"[{text}]")))
     if kind == ".csv":
         with open(source, newline="", encoding="utf-8-sig") as stream:
-            return list(csv.DictReader(stream))
+            table = csv.DictReader(stream)
+            if len(set(table.fieldnames or ())) < len(table.fieldnames or ()):
+                raise UserError(f"{source} has two columns of one name: give them different ones")
+            return list(table)
     if kind != ".parquet" and Path(source).is_file():
         raise UserError(f"{source} is no jsonl, json, csv or parquet file: make it one of these")
     import datasets  # here, because it takes a second to import
+    import pyarrow.parquet
 
     if kind == ".parquet":
-        return datasets.Dataset.from_parquet(source).to_list()
-    name, configuration, split = (source.split(":") + ["", ""])[:3]
-    return list(datasets.load_dataset(name, configuration or None, split=split or "train"))
+        data = datasets.Dataset(pyarrow.parquet.read_table(source))
+    else:
+        name, configuration, split = (source.split(":") + ["", ""])[:3]
+        data = datasets.load_dataset(name, configuration or None, split=split or "train")
+    return [as_meant(row, data.features) for row in data.to_list()]
 
 
-def make_row(columns, task, tokenizer):
-    """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
+def as_meant(value, kind):
+    """A stored value by its kind: a class by its name, float32 .3 without digits of float64."""
+    if isinstance(value, dict) and isinstance(kind, dict):
+        return {name: as_meant(value[name], kind[name]) for name in value}
+    if isinstance(value, int) and hasattr(kind, "names"):
+        return kind.names[value] if value >= 0 else None
+    if isinstance(value, float) and kind.dtype in ("float16", "float32"):
+        return float(str(numpy.dtype(kind.dtype).type(value)))
+    return value
+
+
+def make_row(columns, args, tokenizer):
+    """The columns of a data set → what was asked, prompt, solution, difficulty, all of them text,
+    and the key by which questions are compared.
+
+    A column `prompt` is the whole prompt. A question becomes the task's, but `question` under a
+    reward of one's own stays as it is.
+    """
+    if not isinstance(columns, dict):
+        raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
-    question, solution = question_and_solution(columns)
-    question, solution = question or "", to_text(solution)
-    is_prompt = question == columns.get("prompt")  # the row brings a whole one
-    prompt = (question, "") if is_prompt else (TASKS[task].messages(question), TASKS[task].opening)
+    question, solution, column = question_and_solution(columns)
+    choices = columns.get("choices") or columns.get("options") or ()
+    if column in ("question", "problem") and not all(str(x) in question for x in choices):
+        raise UserError("with choices that its question does not show")
+    task, text = TASKS[args.task], question
+    if column == "prompt":
+        prompt = (question, "")
+    elif column == "question" and args.reward:
+        prompt = ([{"role": "user", "content": question}], "")
+    else:
+        prompt = (task.messages(question), task.opening)
     if not isinstance(question, str):
-        question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
+        text = " ".join(turn["content"] for turn in question if turn["role"] != "system")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
     return {
-        "asked": " ".join(question.split()),
-        "question": " ".join(question.split()).casefold(),
+        "asked": " ".join(text.split()),
+        "key": " ".join(text.split()).casefold(),
         "prompt": render_prompt(tokenizer, *prompt),
         "solution": solution,
-        "difficulty": str(len(read_roles(solution) or ())) if task == "kk" else level,
+        "difficulty": str(len(read_roles(solution) or ())) if args.task == "kk" else level,
     }
 
 
@@ -615,31 +713,47 @@ def render_prompt(tokenizer, messages, opening=""):
         text = "\n\n".join(message["content"] for message in messages)
         rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
         if tokenizer.chat_template and not rendered:
-            options = {"tokenize": False, "add_generation_prompt": True}
-            with suppress(TemplateError):
-                return tokenizer.apply_chat_template(messages, **options) + opening
-            messages = [{"role": "user", "content": text}]  # Gemma's takes no system message
-            return tokenizer.apply_chat_template(messages, **options) + opening
+            return render_chat(tokenizer, messages, opening)
         text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
         text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
     return text
 
 
+def render_chat(tokenizer, messages, opening):
+    """Chat messages through the template. A system message that it refuses or loses goes into the
+    user's turn, and `opening` is added where the template has not opened the turn with it."""
+    forms = [messages]
+    if len(messages) > 1 and messages[0]["role"] == "system":
+        first = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+        forms.append([{**messages[1], "content": first}, *messages[2:]])
+    for form in forms:
+        options = {"tokenize": False, "add_generation_prompt": True}
+        with suppress(*[TemplateError] * (form is not forms[-1])):
+            text = tokenizer.apply_chat_template(form, **options)
+            asked = [turn["content"].split() for turn in form if turn["role"] != "assistant"]
+            if all(" ".join(words) in " ".join(text.split()) for words in asked):
+                return text if text.rstrip().endswith(opening) else text + opening
+    raise UserError("whose question the chat template of --model leaves out")
+
+
 def compute_rewards(texts, rows, args):
     """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
 
-    A reward function has TRL's signature, f(completions, solution, **columns) -> list of numbers,
-    and gets every column of the data as a list with one entry for each response.
+    A reward function has TRL's signature, f(completions, solution, **columns) -> list of numbers.
+    It gets strings, also where the prompt is a chat, and copies of all columns of the data as lists
+    with one entry for each response.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {args.reward or args.task} failed"):
-        rewards = [float(reward) for reward in function(completions=texts, **columns)]
-    if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-        raise UserError(f"{args.reward} must return one finite number for each response")
+        rewards = function(completions=list(texts), **copy.deepcopy(columns))
+        is_list = not isinstance(rewards, (dict, set, str))
+        rewards = [math.nan if reward is None else float(reward) for reward in rewards]
+    if not is_list or len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
+        raise UserError(f"{args.reward} must return a list: one finite number for each response")
     return rewards
 
 
@@ -649,4 +763,8 @@ def load_function(place):
     module, _, name = place.partition(":")
     sys.path.append(os.getcwd())
     with user_errors(f"--reward {place}: give MODULE:FUNCTION"):
-        return functools.partial(getattr(importlib.import_module(module), name))  # or TypeError
+        loaded = importlib.import_module(module)
+        own = Path(*module.split(".")).with_suffix(".py")
+        if own.is_file() and not own.samefile(loaded.__file__):
+            raise UserError(f"--reward {place}: {loaded.__file__} has that name: rename your file")
+        return functools.partial(getattr(loaded, name))  # or TypeError
