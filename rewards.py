@@ -34,7 +34,7 @@ from jinja2 import TemplateError  # what chat templates raise; torch brings jinj
 
 
 def message_text(message):
-    """Return a string, or the text of the last of a list of chat messages; "" if there is none."""
+    """A string, or the text of the last of a list of chat messages; "" if there is none."""
     if isinstance(message, list) and message and isinstance(message[-1], dict):
         message = message[-1].get("content")
     return message if isinstance(message, str) else ""
@@ -49,13 +49,11 @@ ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so tim
 
 
 def kk_reward(completions, solution, **columns):
-    r"""Score answers to Knights-and-Knaves puzzles; accuracy is the share of scores equal to 3.0.
+    r"""Rewards of answers to Knights-and-Knaves puzzles; 3.0 is a right one in the right format.
 
-    Args:
-        completions: strings or lists of chat messages.
-        solution: one text per completion, like "(1) Zoey is a knight\n(2) Oliver is a knave".
-        columns: only `prompts` is read. A prompt that ends in <think> has opened that tag for the
-            completion; without `prompts` it counts as opened.
+    A solution is a text like "(1) Zoey is a knight\n(2) Oliver is a knave". Of `columns` only
+    `prompts` is read: a prompt that ends in <think> has opened that tag for its completion, and
+    without `prompts` every one has.
     """
     prompts = columns.get("prompts") or ["<think>"] * len(completions)
     rewards = []
@@ -70,7 +68,7 @@ def kk_reward(completions, solution, **columns):
 
 
 def score_puzzle(text, roles):
-    """Return the reward of one response: format (1 or -1) plus answer (2, -1.5 or -2).
+    """The reward of one response: format (1 or -1) plus answer (2, -1.5 or -2).
 
     The format holds if all four tags occur once each and in order. A <think> in the response is
     one too many where the prompt has opened it, as in the published code.
@@ -87,7 +85,7 @@ def score_puzzle(text, roles):
 
 
 def read_roles(text, names=None):
-    """Read who is what, in lower case; None unless everybody (of `names`) has exactly one role.
+    """Who is what, in lower case; None unless everybody (of `names`) has exactly one role.
 
     A text must name as many people as it has role words, counted as substrings. So an answer cannot
     list both roles for a name, and a solution cannot lose a person.
@@ -151,7 +149,7 @@ def answers_match(predicted, expected):
     if max(len(predicted), len(expected)) > MAX_LENGTH:
         return predicted == expected
     (answer, units), (truth, true_units) = tokenize(predicted), tokenize(expected)
-    right_units = units == true_units if true_units else UNITS.keys() >= set(units)
+    right_units = units == true_units if true_units else FIRST.keys() >= set(units)
     if not answer or (units and not right_units):
         return False
     try:
@@ -160,40 +158,38 @@ def answers_match(predicted, expected):
         return False  # no expression, no number, too large, 1/0, or nested too deeply
 
 
-def table(text):
-    """Each word of a text → the first one of its row; rows end at | or with the line."""
-    rows = map(str.split, re.split(r"[|\n]", text))
-    return {word: row[0] for row in rows for word in row}
-
-
-UNITS = table("""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram
+FIRST = r"""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram
 kg kilogram|mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre
 km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
 s sec second|min minute|h hr hour|day|week|month|year|unit|way|time|point|value|solution|digit
 person people|student|child children|man men|woman women|boy|girl|friend|book|page|apple|egg
-orange|cookie|marble|ball|card|coin|car|animal|tree|game|question|side|edge|face|triangle|item""")
+orange|cookie|marble|ball|card|coin|car|animal|tree|game|question|side|edge|face|triangle|item
+<= ≤ \le \leq \leqslant|>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt|* × · \times \cdot|- − –
+= ∈ \in|^2 ²|^3 ³|\sqrt √|\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½|\frac \dfrac \tfrac \cfrac
+\binom \dbinom \tbinom|\text \mathrm \mbox \textbf"""  # rows of units, and of spellings: the first
+FIRST = {word: row.split()[0] for row in re.split(r"[|\n]", FIRST) for word in row.split()}
 NO_UNITS = {"dozen", "score", "half", "third", "quarter", "one", "two", "three", "ten"}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-ALIASES = table(r"""<= ≤ \le \leq \leqslant|>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt
-* × · \times \cdot|= ∈ \in|- − –|^2 ²|^3 ³|\sqrt √|\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½
-\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom|\text \mathrm \mbox \textbf|€ \euro""")
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
     (r"\\\\", ";"),
-    (r"\\[A-Za-z]+|[^\x00-\x7f]", lambda word: ALIASES.get(word[0], word[0]) + " "),
-    (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) |[$~]", " "),
-    (r"(?:[\[(] *)?\\begin \s*\{array\} *\{[clr|]*\}|\\begin \s*\{[bp]?matrix\}", r"\\begin "),
-    (r"\\end \s*\{array\}(?: *[\])])?|\\end \s*\{[bp]?matrix\}", r"\\end "),  # a pair of brackets
+    (r"\\[A-Za-z]+|[^\x00-\x7f]", lambda word: FIRST.get(word[0], word[0]) + " "),
+    (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
+    (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
+    (r"\\end\s*\{array\}(?:\s*[\])])?|\\end\s*\{[bp]?matrix\}", r"\\end "),  # a kind of bracket
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\\ *(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),  # what is left of \$5
-    (r"€ *(-?[0-9]*\.?[0-9]+)|([0-9]) *€", r"\1\2\\text{euros}"),
+    (r"\\\$\s*(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),
+    (r"€\s*(-?[0-9]*\.?[0-9]+)|([0-9]) *€", r"\1\2\\text{euros}"),
     (r"\\?%", r"\\text{percent}"),
     (r"\^\s*\{?\s*\\circ *\}?|\\degree|°", r"\\text{degrees}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
     (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{ \1}"),  # 35 (apples)
     (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
-    (r"\\[,;:!()\[\]\s]", " "),
+    (r"\\[,;:!()\[\]\s]|[$~]", " "),
+    (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
+    (r"^(\s*[A-Za-z]\s*=)[^=<>,]*[0-9][^=<>,]*=(?=[^=<>,]*$)", r"\1"),  # x = 2 + 3 = 5
+    (r"^((?:[^=<>,]*=)?\s*-?(?:[0-9]|\\(?:frac|sqrt|pi))[^=<>,]*)\\approx .*", r"\1"),
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
     (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
@@ -205,19 +201,20 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
 )
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
-WORD = rf"(?:(?:{'|'.join(word for word in UNITS if 1 < len(word) < 4)})s?\b|[A-Za-z]{{4,}})"
+WORD = rf"(?:(?:{'|'.join(re.findall('[a-z]{2,3}(?![a-z])', ' '.join(FIRST)))})s?\b|[A-Za-z]{{4,}})"
 TOKEN = rf"""(?xs) (?:\\text\s*\{{(?P<text>[^{{}}]*)\}}
     | (?P<unit>(?<=[0-9]\ )(?:{WORD}|m(?=/s))(?:(?:/|\s+per\s+|\s+)(?:{WORD}|[msh]\b))*
       | (?<=[0-9])(?:[ckm]m|kg|lbs?|mph)\b))(?:\s*\^\s*\{{?[23]\}}?)?         # \text{{cm}}^2, km/h
     | (?P<word>(?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*   # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}})     # two lines
-    | (?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)             # \log_2, \sin^2, 1204_9
-    | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+    # x_1, x_{{n+1}}, 2 1/3
-    | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
+    | (?P<name>(?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)    # \log_2, \sin^2, 1204_9
+      | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]))                              # x_1, x_{{n + 1}}
+    | [0-9]+\ +[0-9]+/[0-9]+ | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})?
+    | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
-    r"""LaTeX → its tokens, and its units by their names in UNITS. Spacing disappears.
+    r"""LaTeX → its tokens, and its units by their names in FIRST. Spacing disappears.
 
     A comma joins 1,200 but not (1,200), which is a point. A unit is words behind a number, known or
     not. Letters alone are one word, so ABC is not CAB.
@@ -233,24 +230,38 @@ def tokenize(text):
         names = re.findall("[a-z]+", re.sub(r"\b(square|cubic|sq|per)\b", "", words.lower()))
         after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
         if after_number and is_unit and NO_UNITS.isdisjoint(names):
-            units += [UNITS.get(name, UNITS.get(name.removesuffix("s"), name)) for name in names]
+            units += [FIRST.get(name, FIRST.get(name.removesuffix("s"), name)) for name in names]
         elif match["text"] is not None:  # no unit: it is read like anything else
             tokens += tokenize(words)[0]
-        else:  # x_{n + 1} is one token
-            token = words.lower() or match[0]
-            is_long = words or re.search("._|.\\^", token)
-            tokens.append(re.sub(r"[\s{}]", "", token) if is_long else token)
+        elif words or match["name"]:
+            tokens.append(re.sub(r"[\s{}]", "", words.lower() or match["name"]))
+        else:
+            tokens.append(match[0])
     return tokens, units
 
 
 NAME = r"[A-Za-z]+(_.+)?|[0-9]+_.+|\\(pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"
 NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-OPENING = ("(", "[", "{", r"\{", r"\begin", r"\lceil", r"\lfloor", "|")
-STRUCTURES = ["()", "(]", "[)", "[]", "{}", r"\begin\end", "name ="]
-KINDS = {kind: kind for kind in (*STRUCTURES, r"\lceil\rceil", r"\lfloor\rfloor", "||")}
-KINDS[r"\{\}"] = "{}"
-PRECEDENCE = {";": 1, ",": 2, "=": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3, r"\approx": 3}
+OPENING = ("(", "[", "{", r"\lceil", r"\lfloor", r"\{", r"\begin")
+KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end", r"\lceil\rceil")}
+KINDS |= {r"\{\}": "{}", r"\lfloor\rfloor": r"\lfloor\rfloor"}
+PRECEDENCE = {";": 1, ",": 2, "=": 3, r"\approx": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3}
 PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
+STRUCTURES = {
+    "()",
+    "(]",
+    "[)",
+    "[]",
+    "{}",
+    r"\begin\end",
+    "name =",
+    ";",
+    "=",
+    "!=",
+    "<",
+    "<=",
+    r"\cup",
+}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
 
 
@@ -271,13 +282,6 @@ def parse(tokens):
     return ("{}", *tree[1:]) if head(tree) in (",", ";") else tree
 
 
-def is_expression(text):
-    """Whether an answer is read as an expression, or else compared as text."""
-    with suppress(ValueError, KeyError, ArithmeticError, RecursionError):
-        return len(text) <= MAX_LENGTH and bool(parse(tokenize(text)[0]))
-    return False
-
-
 def head(tree):
     """The operator of a tree; a Fraction or a name stands for itself."""
     return tree[0] if isinstance(tree, tuple) else tree
@@ -289,7 +293,7 @@ def expression(tokens, level=1):
     while True:
         token = tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
         function = re.match(rf"{FUNCTION}|\\sqrt", token)
-        starts_factor = function or re.fullmatch(rf"{NAME}|[(\[{{]|\\frac|\\lceil|\\lfloor", token)
+        starts_factor = function or token in (*OPENING[:5], r"\frac") or re.fullmatch(NAME, token)
         precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
         if precedence < level or (level == FACTOR and function):
             return tree
@@ -328,18 +332,14 @@ def operand(tokens):
 def join(left, operation, right):
     """The tree of an operation: a - b is a + (-b), x > 3 is 3 < x, and sums are flat.
 
-    3/4 is a number; 6/8 is an operation that is left to do. Behind the label in x = 2 + 3 = 5
-    stands a value, of which the last form counts, but not what it is about.
+    3/4 is a number, 6/8 an operation that is left to do. 'name =' is the sign behind a label.
     """
+    names = left[1:] if head(left) in ("*", "()") else [left]
     if operation == "/" and isinstance(left, Fraction) and isinstance(right, Fraction):
         if abs(right) == (left / right).denominator > 1:
             return left / right
-    elif operation in ("=", r"\approx") and is_label(left):
-        operation = "name ="
-    elif operation == "=" and head(left) == "name =" and isinstance(left[2], tuple):
-        operation, left = "name =", left[1]
-    elif operation == r"\approx":
-        return left
+    elif operation in ("=", r"\approx") and all(isinstance(name, str) for name in names):
+        operation = "name ="  # x = 5, f(x) = 5, (x, y) = (1, 2)
     elif operation == "-":
         operation, right = "+", ("-", right)
     elif operation in (">", ">="):
@@ -348,20 +348,12 @@ def join(left, operation, right):
     return (operation, *(left[1:] if is_flat else [left]), right)
 
 
-def is_label(tree):
-    """Whether a tree is made of names: x, f(x), |AB|, AB/CD, (x, y)."""
-    if isinstance(tree, tuple):
-        return tree[0] in ("*", "/", "()", "||") and all(map(is_label, tree[1:]))
-    return isinstance(tree, str)
-
-
 def same_answer(answer, truth):
     """Whether two trees agree; numbers and expressions by value. x = 5 says 5. A set has no order,
     but where only one answer names its values, as in x = 1, y = 2, these have one."""
     if (head(answer) == "name =") != (head(truth) == "name ="):
         answer, truth = (tree[2] if head(tree) == "name =" else tree for tree in (answer, truth))
-    ordered = (*STRUCTURES, ";", "=", "!=", "<", "<=", r"\cup")
-    if not any(isinstance(tree, tuple) and tree[0] in ordered for tree in (answer, truth)):
+    if all(head(tree) not in STRUCTURES for tree in (answer, truth)):
         return same_value(answer, truth)
     if head(answer) != head(truth) or len(answer) != len(truth):
         return False
@@ -414,7 +406,7 @@ def value(tree, sign=1):
 
 
 OPERATIONS = {"+": lambda *terms: sum(terms), "*": lambda *factors: math.prod(factors)}
-OPERATIONS |= {"-": operator.neg, "/": operator.truediv, "^": operator.pow, "||": abs}
+OPERATIONS |= {"-": operator.neg, "/": operator.truediv, "^": operator.pow}
 
 
 # ------------------------------------------ The two tasks: what is asked, and what a response earns
@@ -450,42 +442,27 @@ TASKS = {
     "kk": Task(kk_reward, 3.0, "people", system=KK_SYSTEM_PROMPT, opening="<think>"),
     "math": Task(math_reward, 1.0, "level", request=f"\n\n{MATH_REQUEST}"),
 }
-FORMS = (  # of a row: the columns with its question and its solution. The first that it has counts
-    ("prompt", "reward_model"),  # verl: the prompt is chat messages
-    ("prompt", "solution"),  # TRL: chat messages, or text
-    ("quiz", "solution_text_format"),  # K-and-K/knights-and-knaves
-    ("problem", "answer"),  # DeepScaleR, MATH-500
-    ("problem", "solution"),  # MATH: the answer is in a box
-    ("question", "answer"),  # GSM8K: the answer is behind ####
-)
 
 
 def question_and_solution(row):
-    """What a row asks, its solution, and the column of the question; "" where it has no form."""
-    for form in FORMS:
-        question, solution = (row.get(column) for column in form)
-        if form[1] == "reward_model" and solution:
-            solution = solution["ground_truth"]
-            if isinstance(solution, dict):
-                solution = solution["solution_text_format"]
-        solution = to_text(solution)
-        if form == ("problem", "solution") and solution:
-            solution = extract_boxed(solution)
-            if solution is None:
-                raise UserError(r"whose solution has no \boxed{}")
-        elif form == ("question", "answer"):
-            solution = solution.split("####")[-1]
-        if question and solution.strip():
-            return question, solution.strip(), form[0]
-    return "", "", ""
+    """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
+    if row.get("reward_model"):  # verl: the prompt is chat messages
+        truth = row["reward_model"]["ground_truth"]
+        return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
+    if row.get("prompt") and to_text(row.get("solution")):  # TRL: chat messages, or text
+        return row["prompt"], row["solution"]
+    if "quiz" in row:  # K-and-K/knights-and-knaves
+        return row["quiz"], row.get("solution_text_format")
+    if "problem" in row:  # DeepScaleR, MATH-500, and MATH, which has no answer but the box
+        return row["problem"], row.get("answer", extract_boxed(to_text(row.get("solution"))))
+    return row.get("question"), to_text(row.get("answer")).split("####")[-1]  # GSM8K
 
 
 def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        value = value.decode()
+    value = value.decode() if isinstance(value, bytes) else value
     return "" if value is None or isinstance(value, (list, dict)) else str(value)
 
 
@@ -511,37 +488,32 @@ def user_errors(problem):
 def load_data(args, tokenizer):
     """Training rows (none with --eval-only) and, of each difficulty, --eval-size evaluation rows.
 
-    Of a user's --data without --eval-data a tenth is held out, always the same rows. No training
-    question contains one of the evaluation data, chosen or not, or is part of one.
+    Of --data without --eval-data a tenth is held out, always the same rows. No training question
+    contains one of the evaluation data, chosen or not, or is part of one.
     """
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
-    files, note = Path(__file__).resolve().parent / "data", ""
+    files = Path(__file__).resolve().parent / "data"
     source = args.data or files / f"{args.task}_train.jsonl"
-    if args.data and not args.eval_data:
-        training = load_rows(source, args, tokenizer)
-        held_out = random.Random(0).sample(training, min(500, math.ceil(len(training) / 10)))
-        note = f": a tenth of {Path(source).name}, held out"
+    split = args.data and not args.eval_data
+    rows = [] if args.eval_only and not split else load_rows(source, args, tokenizer)
+    if split:
+        held_out = random.Random(0).sample(rows, min(500, math.ceil(len(rows) / 10)))
     else:
-        test = args.eval_data or files / f"{args.task}_test.jsonl"
-        held_out = load_rows(test, args, tokenizer)
-        training = [] if args.eval_only else load_rows(source, args, tokenizer)
-    keys, total = {row["key"] for row in held_out}, len(training)
-    training = [
-        row for row in training if not any(key in row["key"] or row["key"] in key for key in keys)
-    ]
-    if args.eval_only:
-        training = []
-    elif not training:
-        raise UserError(f"all {total} rows of {source} are also evaluation data{note}")
-    elif not note and len(training) < total:
-        note = (
-            f"; {total - len(training)} of {Path(source).name} are also evaluation data: left out"
-        )
+        held_out = args.eval_data or files / f"{args.task}_test.jsonl"
+        held_out = load_rows(held_out, args, tokenizer)
+    training, keys = [], {row["key"] for row in held_out}
+    for row in [] if args.eval_only else rows:
+        if not any(key in row["key"] or row["key"] in key for key in keys):
+            training.append(row)
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
-    print(f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts{note}")
+    print(
+        f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
+        + (", which are a tenth of these data" if split else "")
+        + f"; {len(rows) - len(training)} prompts are left out of training" * (not split)
+    )
     return training, chosen
 
 
@@ -574,26 +546,35 @@ def load_rows(source, args, tokenizer):
         told += f"; puzzles of {', '.join(sorted(sizes))} people" if sizes else ""
         columns = ", ".join(map(str, names))
         raise UserError(f"no prompts are left of {source} ({columns}), see data/GUIDE.md: {told}")
-    if args.task == "math" and not args.reward:
-        as_text = sum(not is_expression(row["solution"]) for row in rows)
-        if as_text:
-            told += f"; {as_text} solutions are compared as text, see math-verify in data/GUIDE.md"
-    if left_out or "as text" in told:
+    solutions = [row["solution"] for row in rows if args.task == "math" and not args.reward]
+    as_text = sum(not answers_match(f"{{{solution}}}", solution) for solution in solutions)
+    if as_text:  # no expression is read in {...}
+        told += f"; {as_text} solutions are compared as text, see math-verify in data/GUIDE.md"
+    if left_out or as_text:
         print(f"{Path(source).name}: {told}")
     return rows
+
+
+UNUSABLE = {  # solutions of mathematics that nothing matches, or only a copy
+    "whose solution says that there is none": r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z",
+    "whose solution is a list": r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z",
+    "with LaTeX of which JSON has taken a part": r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)",
+    "whose solution is a sentence": r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}",
+}
 
 
 def check_row(row, args, tokenizer):
     """UserError with the reason where a row cannot be used."""
     task, solution = TASKS[args.task], row["solution"]
-    if not solution:
-        raise UserError("without a prompt or a solution")
+    if not row["key"] or not solution:
+        raise UserError("without a prompt or a (boxed) solution")
     if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
         raise UserError("with half a character (a lone surrogate)")
-    if re.search(r"[\x08\x0c](?=[a-z])", row["prompt"]):
-        raise UserError(EATEN)
-    if args.task == "math" and not args.reward:
-        check_answer(solution)
+    if re.search(r"[\b\f](?=[a-z])", row["prompt"]):
+        raise UserError("with LaTeX of which JSON has taken a part")
+    for reason, pattern in UNUSABLE.items() if args.task == "math" and not args.reward else ():
+        if re.search(pattern, solution):
+            raise UserError(reason)
     # A solution, as the answer in the form of either task, must earn the full reward.
     response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
     nobody = args.task == "kk" and row["difficulty"] == "0"
@@ -601,22 +582,6 @@ def check_row(row, args, tokenizer):
         raise UserError(f"whose solution --task {args.task} cannot read")
     if len(tokenizer(row["prompt"], add_special_tokens=False).input_ids) > args.max_prompt_length:
         raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
-
-
-EATEN = r"with LaTeX of which JSON has taken a part, such as \f of \frac"
-
-
-def check_answer(solution):
-    """UserError where nothing matches a solution of mathematics, or only a copy."""
-    if re.fullmatch(r"(?i:proof|not ?found|n/a|unknown|nan|null)|None|[-?]+", solution.strip(".")):
-        raise UserError("whose solution says that there is none")
-    if re.fullmatch(r"\[\s*(['\"]).*\1\s*\]", solution, re.DOTALL):
-        raise UserError("whose solution is a list")
-    if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)", solution):
-        raise UserError(EATEN)
-    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{2,}", solution)
-    if len(words) - len(tokenize(solution)[1]) > 4:
-        raise UserError("whose solution is a sentence")
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -669,34 +634,33 @@ def as_meant(value, kind):
 
 
 def make_row(columns, args, tokenizer):
-    """The columns of a data set → what was asked, prompt, solution, difficulty, all of them text,
-    and the key by which questions are compared.
+    """The columns of a data set → prompt, solution, difficulty, and the question twice: as it was
+    `asked`, and as a `key` by which questions are compared.
 
-    A column `prompt` is the whole prompt. A question becomes the task's, but `question` under a
-    reward of one's own stays as it is.
+    A column `prompt` is the whole prompt; `question` is, too, where it has a reward of one's own.
     """
     if not isinstance(columns, dict):
         raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
-    question, solution, column = question_and_solution(columns)
-    choices = columns.get("choices") or columns.get("options") or ()
-    if column in ("question", "problem") and not all(str(x) in question for x in choices):
-        raise UserError("with choices that its question does not show")
-    task, text = TASKS[args.task], question
-    if column == "prompt":
-        prompt = (question, "")
-    elif column == "question" and args.reward:
-        prompt = ([{"role": "user", "content": question}], "")
-    else:
-        prompt = (task.messages(question), task.opening)
+    question, solution = question_and_solution(columns)
+    task, question = TASKS[args.task], question or ""
+    prompt, opening = question, ""
+    if question not in (columns.get("prompt"), columns.get("question") if args.reward else ""):
+        prompt, opening = task.messages(question), task.opening
+    elif isinstance(question, str) and question != columns.get("prompt"):
+        prompt = [{"role": "user", "content": question}]
     if not isinstance(question, str):
-        text = " ".join(turn["content"] for turn in question if turn["role"] != "system")
+        question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
+    choices = columns.get("choices") or columns.get("options") or ()
+    if not all(str(choice) in question for choice in choices):
+        raise UserError("with choices that its question does not show")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
+    solution = to_text(solution).strip()
     return {
-        "asked": " ".join(text.split()),
-        "key": " ".join(text.split()).casefold(),
-        "prompt": render_prompt(tokenizer, *prompt),
+        "asked": " ".join(question.split()),
+        "key": " ".join(question.split()).casefold(),
+        "prompt": render_prompt(tokenizer, prompt, opening),
         "solution": solution,
         "difficulty": str(len(read_roles(solution) or ())) if args.task == "kk" else level,
     }
