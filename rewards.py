@@ -158,17 +158,16 @@ def answers_match(predicted, expected):
         return False  # no expression, no number, too large, 1/0, or nested too deeply
 
 
-FIRST = r"""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram
-kg kilogram|mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre
+FIRST = r"""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram|kg kilogram
+mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
 km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
-s sec second|min minute|h hr hour|day|week|month|year|unit|way|time|point|value|solution|digit
-person people|student|child children|man men|woman women|boy|girl|friend|book|page|apple|egg
-orange|cookie|marble|ball|card|coin|car|animal|tree|game|question|side|edge|face|triangle|item
-<= ≤ \le \leq \leqslant|>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt|* × · \times \cdot|- − –
-= ∈ \in|^2 ²|^3 ³|\sqrt √|\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½|\frac \dfrac \tfrac \cfrac
-\binom \dbinom \tbinom|\text \mathrm \mbox \textbf"""  # rows of units, and of spellings: the first
+s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
+child children|man men|woman women|boy|girl|friend|book|page|apple|orange|egg|cookie|marble|ball
+card|coin|car|animal|tree|game|question|side|edge|face|triangle|item|<= ≤ \le \leq \leqslant
+>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\sqrt √
+\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
+\text \mathrm \mbox \textbf"""  # rows of known units, and of spellings: the first of a row is used
 FIRST = {word: row.split()[0] for row in re.split(r"[|\n]", FIRST) for word in row.split()}
-NO_UNITS = {"dozen", "score", "half", "third", "quarter", "one", "two", "three", "ten"}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
@@ -183,12 +182,12 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"\\?%", r"\\text{percent}"),
     (r"\^\s*\{?\s*\\circ *\}?|\\degree|°", r"\\text{degrees}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
-    (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{ \1}"),  # 35 (apples)
+    (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
     (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
     (r"\\[,;:!()\[\]\s]|[$~]", " "),
     (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
-    (r"^(\s*[A-Za-z]\s*=)[^=<>,]*[0-9][^=<>,]*=(?=[^=<>,]*$)", r"\1"),  # x = 2 + 3 = 5
+    (r"^(\s*[A-Za-z]\s*=)[^=<>,;]*[0-9][^=<>,;]*=(?=[^=<>,;]*$)", r"\1"),  # x = 2 + 3 = 5
     (r"^((?:[^=<>,]*=)?\s*-?(?:[0-9]|\\(?:frac|sqrt|pi))[^=<>,]*)\\approx .*", r"\1"),
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
@@ -200,17 +199,15 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
     *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
 )
+KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, FIRST))})s?)\b\.?"
+UNIT = rf"""(?xi) (?<=[0-9}}])(?: \s*\\text\s*\{{\s*(?!dozen|half|third|quarter|[0-9])([a-z][a-z./^23\ ]*)\}}
+    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*))(?:\s*\^\s*\{{?[23]\}}?)?"""
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
-WORD = rf"(?:(?:{'|'.join(re.findall('[a-z]{2,3}(?![a-z])', ' '.join(FIRST)))})s?\b|[A-Za-z]{{4,}})"
-TOKEN = rf"""(?xs) (?:\\text\s*\{{(?P<text>[^{{}}]*)\}}
-    | (?P<unit>(?<=[0-9]\ )(?:{WORD}|m(?=/s))(?:(?:/|\s+per\s+|\s+)(?:{WORD}|[msh]\b))*
-      | (?<=[0-9])(?:[ckm]m|kg|lbs?|mph)\b))(?:\s*\^\s*\{{?[23]\}}?)?         # \text{{cm}}^2, km/h
-    | (?P<word>(?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*   # ABC, not mn
-      [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}})     # two lines
-    | (?P<name>(?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)    # \log_2, \sin^2, 1204_9
-      | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]))                              # x_1, x_{{n + 1}}
-    | [0-9]+\ +[0-9]+/[0-9]+ | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})?
-    | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
+TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
+      [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
+    | (?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)             # \log_2, \sin^2, 1204_9
+    | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+    # x_1, x_{{n+1}}, 2 1/3
+    | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
@@ -223,21 +220,14 @@ def tokenize(text):
     """
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
-    tokens, units = [], []
-    for match in re.finditer(TOKEN, text.rstrip(" .,;")):
-        words = (match["text"] or match["unit"] or match["word"] or "").strip(" .,;")
-        is_unit = re.fullmatch(r"[A-Za-z]+\.?(?:(?:\s*/\s*|\s+)[A-Za-z]+\.?)*(?:\^[23])?", words)
-        names = re.findall("[a-z]+", re.sub(r"\b(square|cubic|sq|per)\b", "", words.lower()))
-        after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
-        if after_number and is_unit and NO_UNITS.isdisjoint(names):
-            units += [FIRST.get(name, FIRST.get(name.removesuffix("s"), name)) for name in names]
-        elif match["text"] is not None:  # no unit: it is read like anything else
-            tokens += tokenize(words)[0]
-        elif words or match["name"]:
-            tokens.append(re.sub(r"[\s{}]", "", words.lower() or match["name"]))
-        else:
-            tokens.append(match[0])
-    return tokens, units
+    units = re.findall("[a-z]+", " ".join(map("".join, re.findall(UNIT, text))).lower())
+    units = [FIRST.get(word, FIRST.get(word.removesuffix("s"), word)) for word in units]
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", re.sub(UNIT, " ", text)).strip(" .,;")
+    tokens = [
+        re.sub(r"(?<![0-9])\s|(?<=[^\\])[{}]", "", token) for token in re.findall(TOKEN, text)
+    ]
+    tokens = [token.lower() if token.isalpha() and len(token) > 1 else token for token in tokens]
+    return tokens, [unit for unit in units if unit not in ("square", "cubic", "sq", "per")]
 
 
 NAME = r"[A-Za-z]+(_.+)?|[0-9]+_.+|\\(pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"
