@@ -4,10 +4,8 @@ r"""The tasks: rule-based rewards for puzzles and mathematics, their prompts, an
     math_reward(completions, solution, **columns) -> list[float]    1 or 0 each
 
 A completion is a string, or a list of chat messages whose last one counts. Any text gets a reward;
-none raises. This is the signature that TRL calls, so both drop in unchanged (the data set needs a
-column `solution`):
+none raises. TRL calls rewards so, and both drop in unchanged (the data need a column `solution`):
 
-    from trl import GRPOTrainer
     from rewards import kk_reward
     GRPOTrainer("Qwen/Qwen2.5-3B-Instruct", reward_funcs=kk_reward, train_dataset=puzzles).train()
 """
@@ -107,6 +105,8 @@ def read_roles(text, names=None):
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
 MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
+# No expression, no number or too large, 1/0, nested too deeply:
+NOT_READ = (KeyError, ValueError, ArithmeticError, RecursionError)
 
 
 def math_reward(completions, solution, **columns):
@@ -125,10 +125,9 @@ def extract_boxed(text):
     >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$, in \boxed as you asked.")
     '\\frac{1}{2}'
     """
-    text, opening = text.rpartition("</think>")[2], None
+    text = text.rpartition("</think>")[2]
     box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
-    for opening in re.finditer(box, text):
-        pass  # up to the last one
+    *_, opening = [None, *re.finditer(box, text)]
     if opening is None or opening[1]:
         return opening and opening[1]
     depth, content = 1, text[opening.end() :][:MAX_BOX]
@@ -154,8 +153,8 @@ def answers_match(predicted, expected):
         return False
     try:
         return answer == truth or same_answer(parse(answer), parse(truth))
-    except (ValueError, KeyError, ArithmeticError, RecursionError):
-        return False  # no expression, no number, too large, 1/0, or nested too deeply
+    except NOT_READ:
+        return False
 
 
 FIRST = r"""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram|kg kilogram
@@ -200,8 +199,9 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
 )
 KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, FIRST))})s?)\b\.?"
-UNIT = rf"""(?xi) (?<=[0-9}}])(?: \s*\\text\s*\{{\s*(?!dozen|half|third|quarter|[0-9])([a-z][a-z./^23\ ]*)\}}
-    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*))(?:\s*\^\s*\{{?[23]\}}?)?"""
+UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quarter)([a-z][a-z./^23\ ]*)\}}
+    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
+    )(?:\s*\^\s*\{{?[23]\}}?)?"""
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
 TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
@@ -223,9 +223,7 @@ def tokenize(text):
     units = re.findall("[a-z]+", " ".join(map("".join, re.findall(UNIT, text))).lower())
     units = [FIRST.get(word, FIRST.get(word.removesuffix("s"), word)) for word in units]
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", re.sub(UNIT, " ", text)).strip(" .,;")
-    tokens = [
-        re.sub(r"(?<![0-9])\s|(?<=[^\\])[{}]", "", token) for token in re.findall(TOKEN, text)
-    ]
+    tokens = [re.sub(r"(?<![0-9])\s|(?<=[^\\])[{}]", "", x) for x in re.findall(TOKEN, text)]
     tokens = [token.lower() if token.isalpha() and len(token) > 1 else token for token in tokens]
     return tokens, [unit for unit in units if unit not in ("square", "cubic", "sq", "per")]
 
@@ -270,6 +268,14 @@ def parse(tokens):
     if tokens != [""]:
         raise ValueError(f"cannot read {tokens}")
     return ("{}", *tree[1:]) if head(tree) in (",", ";") else tree
+
+
+def is_read(text):
+    """Whether an answer is read as an expression; if not, it is compared as text."""
+    try:
+        return len(text) <= MAX_LENGTH and bool(parse(tokenize(text)[0]))
+    except NOT_READ:
+        return False
 
 
 def head(tree):
@@ -484,14 +490,13 @@ def load_data(args, tokenizer):
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
-    source = args.data or files / f"{args.task}_train.jsonl"
-    split = args.data and not args.eval_data
-    rows = [] if args.eval_only and not split else load_rows(source, args, tokenizer)
-    if split:
+    if args.data and not args.eval_data:
+        rows = load_rows(args.data, args, tokenizer)
         held_out = random.Random(0).sample(rows, min(500, math.ceil(len(rows) / 10)))
     else:
-        held_out = args.eval_data or files / f"{args.task}_test.jsonl"
-        held_out = load_rows(held_out, args, tokenizer)
+        held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
+        rows = args.eval_only or args.data or files / f"{args.task}_train.jsonl"
+        rows = [] if args.eval_only else load_rows(rows, args, tokenizer)
     training, keys = [], {row["key"] for row in held_out}
     for row in [] if args.eval_only else rows:
         if not any(key in row["key"] or row["key"] in key for key in keys):
@@ -499,11 +504,13 @@ def load_data(args, tokenizer):
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
-    print(
-        f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
-        + (", which are a tenth of these data" if split else "")
-        + f"; {len(rows) - len(training)} prompts are left out of training" * (not split)
-    )
+    told = f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
+    if args.data and not args.eval_only:  # how many of the user's rows are not trained on, and why
+        told += f"; {len(rows) - len(training)} of {len(rows)} rows are "
+        told += "also in --eval-data" if args.eval_data else "held out for evaluation"
+    if not training and not args.eval_only:
+        raise UserError(f"nothing is left to train on: {told}")
+    print(told)
     return training, chosen
 
 
@@ -516,31 +523,32 @@ def load_rows(source, args, tokenizer):
     names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
     if "completions" in names:  # a reward gets the responses by this name
         raise UserError(f"{source} has a column completions: give it another name")
-    rows, left_out, sizes = [], {}, set()  # left_out: reason → the numbers of its rows
+    rows, left_out, others = [], {}, 0  # left_out: reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
         try:
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
                 row = make_row(columns, args, tokenizer)
                 row["columns"] = {name: columns.get(name) for name in names if name is not None}
                 if args.task == "kk" and int(row["difficulty"]) not in (0, *args.people):
-                    sizes.add(row["difficulty"])
+                    others += 1
                     continue
                 check_row(row, args, tokenizer)
             rows.append(row)
         except UserError as reason:
             left_out.setdefault(str(reason), []).append(number)
     where = {why: f" (row {str(them)[1:-1]})" for why, them in left_out.items() if len(them) < 10}
-    reasons = [f"{len(them)} {why}{where.get(why, '')}" for why, them in left_out.items()]
-    told = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
+    told = [f"{len(them)} {why}{where.get(why, '')}" for why, them in left_out.items()]
+    told = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
     if not rows:
-        told += f"; puzzles of {', '.join(sorted(sizes))} people" if sizes else ""
-        columns = ", ".join(map(str, names))
-        raise UserError(f"no prompts are left of {source} ({columns}), see data/GUIDE.md: {told}")
-    solutions = [row["solution"] for row in rows if args.task == "math" and not args.reward]
-    as_text = sum(not answers_match(f"{{{solution}}}", solution) for solution in solutions)
-    if as_text:  # no expression is read in {...}
-        told += f"; {as_text} solutions are compared as text, see math-verify in data/GUIDE.md"
-    if left_out or as_text:
+        told += f"; {others} not of --people {' '.join(map(str, args.people))}" * bool(others)
+        names = ", ".join(map(str, names))
+        raise UserError(f"no prompts are left of {source} ({names}), see data/GUIDE.md: {told}")
+    texts = [
+        x for x in rows if args.task == "math" and not args.reward and not is_read(x["solution"])
+    ]
+    if texts:
+        told += f"; {len(texts)} solutions are compared as text: see math-verify in data/GUIDE.md"
+    if left_out or texts:
         print(f"{Path(source).name}: {told}")
     return rows
 
@@ -602,6 +610,7 @@ def read_table(source):
     if kind != ".parquet" and Path(source).is_file():
         raise UserError(f"{source} is no jsonl, json, csv or parquet file: make it one of these")
     import datasets  # here, because it takes a second to import
+    import numpy
     import pyarrow.parquet
 
     if kind == ".parquet":
@@ -609,18 +618,18 @@ def read_table(source):
     else:
         name, configuration, split = (source.split(":") + ["", ""])[:3]
         data = datasets.load_dataset(name, configuration or None, split=split or "train")
+
+    def as_meant(value, kind):
+        """A class by its name; float32 .3 without the digits that it gets as float64."""
+        if isinstance(value, dict) and isinstance(kind, dict):
+            return {name: as_meant(value[name], kind[name]) for name in value}
+        if isinstance(value, int) and hasattr(kind, "names"):
+            return kind.names[value] if value >= 0 else None
+        if isinstance(value, float) and kind.dtype in ("float16", "float32"):
+            return float(str(numpy.dtype(kind.dtype).type(value)))
+        return value
+
     return [as_meant(row, data.features) for row in data.to_list()]
-
-
-def as_meant(value, kind):
-    """A stored value by its kind: a class by its name, float32 .3 without digits of float64."""
-    if isinstance(value, dict) and isinstance(kind, dict):
-        return {name: as_meant(value[name], kind[name]) for name in value}
-    if isinstance(value, int) and hasattr(kind, "names"):
-        return kind.names[value] if value >= 0 else None
-    if isinstance(value, float) and kind.dtype in ("float16", "float32"):
-        return float(str(numpy.dtype(kind.dtype).type(value)))
-    return value
 
 
 def make_row(columns, args, tokenizer):
@@ -704,11 +713,12 @@ def compute_rewards(texts, rows, args):
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {args.reward or args.task} failed"):
         rewards = function(completions=list(texts), **copy.deepcopy(columns))
-        is_list = not isinstance(rewards, (dict, set, str))
-        rewards = [math.nan if reward is None else float(reward) for reward in rewards]
-    if not is_list or len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
+        numbers = [float(reward) for reward in rewards if reward is not None]
+    if isinstance(rewards, (dict, set, str)) or not all(map(math.isfinite, numbers)):
+        numbers = []
+    if len(numbers) != len(texts):
         raise UserError(f"{args.reward} must return a list: one finite number for each response")
-    return rewards
+    return numbers
 
 
 @functools.cache
