@@ -490,15 +490,15 @@ def load_data(args, tokenizer):
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
-    if args.data and not args.eval_data:
+    if args.data and not (args.eval_data or args.eval_only):
         rows = load_rows(args.data, args, tokenizer)
         held_out = random.Random(0).sample(rows, min(500, math.ceil(len(rows) / 10)))
     else:
         held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-        rows = args.eval_only or args.data or files / f"{args.task}_train.jsonl"
-        rows = [] if args.eval_only else load_rows(rows, args, tokenizer)
+        source = args.data or files / f"{args.task}_train.jsonl"
+        rows = [] if args.eval_only else load_rows(source, args, tokenizer)
     training, keys = [], {row["key"] for row in held_out}
-    for row in [] if args.eval_only else rows:
+    for row in rows:
         if not any(key in row["key"] or row["key"] in key for key in keys):
             training.append(row)
     chosen = []
@@ -529,25 +529,28 @@ def load_rows(source, args, tokenizer):
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
                 row = make_row(columns, args, tokenizer)
                 row["columns"] = {name: columns.get(name) for name in names if name is not None}
-                if args.task == "kk" and int(row["difficulty"]) not in (0, *args.people):
+                if args.task == "kk" and row["key"] and int(row["difficulty"]) not in (0, *args.people):
                     others += 1
                     continue
                 check_row(row, args, tokenizer)
             rows.append(row)
         except UserError as reason:
             left_out.setdefault(str(reason), []).append(number)
-    where = {why: f" (row {str(them)[1:-1]})" for why, them in left_out.items() if len(them) < 10}
-    told = [f"{len(them)} {why}{where.get(why, '')}" for why, them in left_out.items()]
-    told = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
-    if not rows:
-        told += f"; {others} not of --people {' '.join(map(str, args.people))}" * bool(others)
-        names = ", ".join(map(str, names))
-        raise UserError(f"no prompts are left of {source} ({names}), see data/GUIDE.md: {told}")
-    texts = [
-        x for x in rows if args.task == "math" and not args.reward and not is_read(x["solution"])
-    ]
+    told = f"{len(table)} rows"
+    if left_out:
+        reasons = [
+            f"{len(them)} {why}" + f" (row {str(them)[1:-1]})" * (len(them) < 10)
+            for why, them in left_out.items()
+        ]
+        told += f", {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
+    texts = [row["solution"] for row in rows if args.task == "math" and not args.reward]
+    texts = [text for text in texts if not is_read(text)]
     if texts:
         told += f"; {len(texts)} solutions are compared as text: see math-verify in data/GUIDE.md"
+    if not rows:
+        told += f"; {others} not of --people {' '.join(map(str, args.people))}" * bool(others)
+        told += f"; its columns: {', '.join(map(str, names))}"
+        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {told}")
     if left_out or texts:
         print(f"{Path(source).name}: {told}")
     return rows
