@@ -45,7 +45,6 @@ for package in ("matplotlib", "pandas", "scipy", "IPython"):
 import compare
 import diagnose
 import lecture
-import pretrain
 import theory
 import tokens as pages
 import transformers
