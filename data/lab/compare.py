@@ -94,8 +94,9 @@ def train(flags, seed, args):
             options = {"stdout": stream, "stderr": stream, "env": os.environ | environment}
             if subprocess.run(command, check=False, **options).returncode:
                 return f"{log}: {log.read_text('utf-8')[-500:].strip()}"
-    steps = read_lines(folder / "metrics.jsonl")
-    line = {"flags": flags, "seed": seed, "evaluations": read_lines(folder / "evaluations.jsonl")}
+    steps, evaluations = (read_lines(folder / f"{x}.jsonl") for x in ("metrics", "evaluations"))
+    line = {"flags": flags, "seed": seed}
+    line["evaluations"] = [{name: row[name] for name in ("step", "table")} for row in evaluations]
     line["metrics"] = {name: [step[name] for step in steps] for name in METRICS}
     short = json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.4g}"))
     with args.results.open("a", encoding="utf-8") as stream:
