@@ -24,11 +24,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -66,6 +67,12 @@ FLAGS = {
 # ---- Training
 
 
+def results_of(args):
+    """{(flags, seed): line} of the runs that have finished."""
+    lines = read_lines(args.results) if args.results.exists() else []
+    return {(line["flags"], line["seed"]): line for line in lines}
+
+
 def read_lines(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
@@ -87,8 +94,9 @@ def train(flags, seed, args):
             options = {"stdout": stream, "stderr": stream, "env": os.environ | environment}
             if subprocess.run(command, check=False, **options).returncode:
                 return f"{log}: {log.read_text('utf-8')[-500:].strip()}"
-    steps = read_lines(folder / "metrics.jsonl")
-    line = {"flags": flags, "seed": seed, "evaluations": read_lines(folder / "evaluations.jsonl")}
+    steps, evaluations = (read_lines(folder / f"{x}.jsonl") for x in ("metrics", "evaluations"))
+    line = {"flags": flags, "seed": seed}
+    line["evaluations"] = [{name: row[name] for name in ("step", "table")} for row in evaluations]
     line["metrics"] = {name: [step[name] for step in steps] for name in METRICS}
     short = json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.4g}"))
     with args.results.open("a", encoding="utf-8") as stream:
@@ -99,18 +107,17 @@ def train(flags, seed, args):
 
 
 def train_all(texts, seeds, args):
-    """Train what has not finished, --jobs at a time. {(flags, seed): line of the results}"""
-    results = lambda: {(line["flags"], line["seed"]): line for line in read_lines(args.results)}
-    runs = [(text, seed) for seed in seeds for text in texts if not args.table]
-    pool, runs = ThreadPoolExecutor(args.jobs), [run for run in runs if run not in results()]
+    """Train what has not finished, --jobs at a time. Returns all results."""
+    done, pool = results_of(args), ThreadPoolExecutor(args.jobs)
+    todo = [(text, seed) for seed in seeds for text in texts if not args.table]
     try:  # after Ctrl-C no other starts
-        futures = {pool.submit(train, *run, args): run for run in runs}
+        futures = {pool.submit(train, *run, args): run for run in todo if run not in done}
         for count, future in enumerate(as_completed(futures), 1):
             flags, seed = futures[future]
-            print(f"{count} of {len(runs)}: {flags}, seed {seed}: {future.result()}", flush=True)
+            print(f"{count} of {len(futures)}: {flags}, seed {seed}: {future.result()}", flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
-    return results()
+    return results_of(args)
 
 
 def best_rate(name, flags, rates, args, more=2):
@@ -120,10 +127,9 @@ def best_rate(name, flags, rates, args, more=2):
     """
     steps = ["--steps", f"{args.rate_steps}"] if args.rate_steps else []
     texts = {x: shlex.join([*flags, "--learning-rate", f"{x:g}", *steps]) for x in sorted(rates)}
-    results, found = train_all(texts.values(), args.rate_seeds, args), {}
-    for rate, text in texts.items():
-        lines = [results.get((text, seed)) for seed in args.rate_seeds]
-        found |= {rate: np.mean([by_step(line) for line in lines])} if all(lines) else {}
+    results, seeds = train_all(texts.values(), args.rate_seeds, args), args.rate_seeds
+    lines = {rate: [results.get((text, seed)) for seed in seeds] for rate, text in texts.items()}
+    found = {rate: np.mean([*map(by_step, each)]) for rate, each in lines.items() if all(each)}
     if len(found) < 2:
         sys.exit(f"compare.py: {name} has not finished at two rates")
     best, tried = max(found, key=found.get), list(found)
@@ -189,15 +195,14 @@ def table(runs, bases, args):
     """The methods, and their leads over `bases`, as a frame of text. runs: {name: {seed: line}}."""
     methods, leads, rows = {}, {}, {}
     for name, lines in runs.items():
-        values = {seed: outcomes(line, args) for seed, line in lines.items()}
-        methods[name] = pandas.DataFrame.from_dict(values, "index")
-    for base in bases:
-        for name, of_method in methods.items():
-            if name != base and f"{base} − {name}" not in leads:
-                values = (of_method - methods[base]).dropna(how="all")  # by seed
-                pairs = [(runs[name][seed], runs[base][seed]) for seed in values.index]
-                values[EQUAL_KL] = [at_equal_kl(*pair, args.kl) for pair in pairs]
-                leads[f"{name} − {base}"] = values
+        found = {seed: outcomes(line, args) for seed, line in lines.items()}
+        methods[name] = pandas.DataFrame.from_dict(found, "index")
+    for base, name in product(bases, runs):
+        if name != base and f"{base} − {name}" not in leads:
+            values = (methods[name] - methods[base]).dropna(how="all")  # by seed
+            pairs = [(runs[name][seed], runs[base][seed]) for seed in values.index]
+            values[EQUAL_KL] = [at_equal_kl(*pair, args.kl) for pair in pairs]
+            leads[f"{name} − {base}"] = values
     for name, values in (methods | leads).items():
         rows[name] = {"runs": len(values)}
         for column in values:
@@ -216,8 +221,8 @@ def draw(runs, file):
     import matplotlib.pyplot as plt
 
     for (name, lines), color in zip(runs.items(), COLORS * len(runs)):
-        curves = [running_means(line, "accuracy") for line in lines.values()]
-        mean, half, _ = np.transpose([interval(step) for step in zip(*curves)])
+        curves = zip(*[running_means(line, "accuracy") for line in lines.values()])
+        mean, half, _ = np.transpose([*map(interval, curves)])
         steps = np.arange(3, 3 + len(mean))  # the middle of five
         plt.plot(steps, mean, color=color, label=name)
         plt.fill_between(steps, mean - half, mean + half, color=color, alpha=0.15)
@@ -231,23 +236,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     for name, options in FLAGS.items():
         parser.add_argument(name, **options)
-    argv, own, methods = [*sys.argv[1:], "--"], [], []
+    argv = [*sys.argv[1:], "--"]
     end = argv.index("--")
-    for word in argv[:end]:  # a method is empty, or begins as a flag but is none of ours
-        is_method = not word or (word[0] in "-@" and word.split("=")[0] not in {*FLAGS, "--help"})
-        (methods if is_method else own).append(word)
-    args = parser.parse_args(own)
-    names = args.names or [method or "GRPO" for method in methods]
+    ours = lambda word: word and (word[0] not in "-@" or word.split("=")[0] in {*FLAGS, "--help"})
+    args = parser.parse_args([word for word in argv[:end] if ours(word)])
+    methods = [shlex.split(word) for word in argv[:end] if not ours(word)]
+    names = args.names or [shlex.join(method) or "GRPO" for method in methods]
     if len(names) < 2 or len({*names}) != len(methods):
         parser.error("give two methods or more, each in quotation marks, and as many --names")
     if args.rates and (not args.rate_seeds or {*args.seeds} & {*args.rate_seeds}):
         parser.error("--rates needs --rate-seeds, and --seeds has none of these")
     for folder in (WORK, args.results.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    args.results.touch()
     texts = {}
     for name, method in zip(names, methods):
-        flags = [*argv[end + 1 : -1], *shlex.split(method)]
+        flags = [*argv[end + 1 : -1], *method]
         if args.rates:
             flags += ["--learning-rate", f"{best_rate(name, flags, args.rates, args):g}"]
         texts[name] = shlex.join(flags)
@@ -255,13 +258,14 @@ def main():
     for name, text in texts.items():
         lines = {seed: results[text, seed] for seed in args.seeds if (text, seed) in results}
         runs |= {name: lines} if lines else {}
-    bases = [names[number - 1] for number in args.against]
-    print(table(runs, [base for base in bases if base in runs], args).to_string())
+    bases = [names[number - 1] for number in args.against if names[number - 1] in runs]
+    print(table(runs, bases, args).to_string())
     if args.plot:
         draw(runs, args.plot)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & takes away
     try:
         main()
     except KeyboardInterrupt:

@@ -5,10 +5,9 @@ r"""Does your model have the problem of the paper, and would AR and Lopti help? 
     python data/lab/diagnose.py --batches 30                     # shorter intervals
     python data/lab/diagnose.py --only '^\W*\w+'                 # beside an oracle (variants.py)
 
-It samples rollout batches as lopti.py would with the same flags, cuts them into mini-batches (one
-optimizer step each), and takes the gradient of each part of a mini-batch's tokens at the policy
-that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-batches. α is .3 and η
-.5 unless given.
+It samples rollout batches as lopti.py would, cuts them into mini-batches (one optimizer step each),
+and takes the gradient of each part of their tokens at the policy that sampled: without a clip and
+the KL. ±: 95 % by the jackknife over mini-batches. α is .3 and η .5 unless given.
 
 - *Signal* of some tokens: the inner product of their gradient with the whole gradient of another
   mini-batch, the mean over all pairs. That is ⟨∇J, E g⟩, and noise does not count as signal.
@@ -16,9 +15,6 @@ that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-bat
 - *Mean π* by signal, by energy: how much of them is left where a token's gradient counts π times.
 - *Gain*: the progress of a step of length 1 along a method's gradient of one mini-batch, along the
   mean gradient of all others, over the same for GRPO.
-
-Gradients are kept whole where that takes at most 2 GB; else each as a sketch: inner products are
-right on average, with a standard error of .2 % of the product of the lengths.
 """
 
 import argparse
@@ -66,18 +62,18 @@ def collect(policy, tokenizer, rows, args):
     rollout = lopti.sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args)).to(policy.device)
     rollout.old_logprobs, _ = lopti.score(policy, rollout, args)
+    rollout.advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
     if args.advantage == "grpo":
-        advantages = lopti.group_advantages(rewards, args.group_size)
-        rollout.advantages = advantages[:, None] * rollout.mask
-    else:
-        rollout.advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
+        of_answers = lopti.group_advantages(rewards, args.group_size)
+        rollout.advantages = of_answers[:, None] * rollout.mask
     return rollout, rewards
 
 
 def stored(gradient, exact):
     """A gradient, a list of tensors → all of it or its sketch, and some of its entries.
 
-    A sketch is BUCKETS sums of its entries with random signs, the same for each gradient.
+    A sketch is BUCKETS sums of its entries with random signs, the same for each gradient: inner
+    products are right on average, with an error of .2 % of the product of the lengths.
     """
     stride = math.ceil(sum(part.numel() for part in gradient) / ENTRIES)
     kept, entries, seen = [], [], 0
@@ -139,10 +135,9 @@ def gradients(policy, batch, matched, args, exact=True):
 
 
 def moves(policy, batch, args, norm):
-    """(3,): the mean |Δπ| of likely tokens, π ≥ .75, as in Fig. 1e and f.
+    """The mean |Δπ| of π ≥ .75 after a step on all tokens, on π < .25, on π ≥ .75 (Fig. 1e, f).
 
-    After a step of gradient descent on all tokens, on π < .25 and on π ≥ .75 alone. That on
-    all, whose gradient has the norm `norm`, is as long as a fresh AdamW's.
+    Steps of gradient descent; that on all, with a gradient of this norm, is as long as AdamW's.
     """
     settings = vars(args) | {"kl_coef": 0.0, "mini_batch_size": 0, "max_grad_norm": math.inf}
     args = argparse.Namespace(**settings)
@@ -162,10 +157,7 @@ def moves(policy, batch, args, norm):
 
 
 def jackknife(statistics, count):
-    """{name: (value, half of its 95 % interval)} of a function of the list of mini-batches used.
-
-    Of a mean it is Student's interval.
-    """
+    """{name: (value, half of its 95 % interval)} of a function of the list of mini-batches used."""
     without = [statistics([j for j in range(count) if j != i]) for i in range(count)]
     factor, result = stats.t.ppf(0.975, count - 1) * (count - 1) ** 0.5, {}
     for name, value in statistics(list(range(count))).items():
@@ -207,22 +199,16 @@ def gradient_statistics(dots, counts, args, used):
     crossed = (chosen.sum(2) - own) / (n - 1)  # (n, K, K): with the mean of all others
     mean_own, signal_of = own.mean(0), crossed.mean(0) @ grpo  # of K rows
 
-    def lengths(part):
-        return (part @ own @ part + 1e-30) ** 0.5  # (n,)
-
-    def energy(parts):  # of one or of several
-        return (parts @ mean_own * parts).sum(-1) + 1e-30
-
-    def signal_share(parts):
-        return parts @ signal_of / (grpo @ signal_of)
+    lengths = lambda part: (part @ own @ part + 1e-30) ** 0.5  # (n,)
+    energy = lambda parts: (parts @ mean_own * parts).sum(-1) + 1e-30  # of one or of several
+    signal_share = lambda parts: parts @ signal_of / (grpo @ signal_of)
 
     def progress(*steps):  # of steps of length 1 each, over the length of their sum
         unit = sum(step / lengths(step)[:, None] for step in steps)  # (n, K)
         length = np.einsum("nk,nkl,nl->n", unit, own, unit) ** 0.5
         return (np.einsum("nk,nkl,l->n", unit, crossed, grpo) / length).mean()
 
-    def gain(*steps):
-        return 100 * (progress(*steps) / progress(grpo) - 1)
+    gain = lambda *steps: 100 * (progress(*steps) / progress(grpo) - 1)
 
     by_signal, by_energy = signal_share(by_pi), (grpo @ mean_own @ by_pi) / energy(grpo)
     sigma, phi = signal_share(high), math.atan((energy(high) / energy(low)) ** 0.5)
@@ -297,13 +283,11 @@ def page(found, args):
 
 def compared(gain, half):
     """A gain in % over GRPO with its interval, and what to expect of it."""
-    sure = abs(gain) > half
+    answer, sure = "not decided, take more --batches", abs(gain) > half
     if abs(gain) + half < (SMALL_IF_SURE if sure else SMALL):
         answer = "little difference"
     elif sure:
         answer = "it helps" if gain > 0 else "it does harm"
-    else:
-        answer = "not decided, take more --batches"
     interval = f"{round(gain - half)} to {round(gain + half)} %".replace("-", "−")
     amount = f"{abs(round(gain))} % {'less' if round(gain) < 0 else 'more'}"
     return f"{amount} reward than GRPO (95 % interval: {interval}): {answer}"
@@ -359,9 +343,7 @@ def measure(policy, tokenizer, rows, count, args):
         for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step
                 pi = batch.old_logprobs.exp()
-                matched = torch.zeros_like(batch.mask)
-                if args.only:
-                    matched = matching(batch.ids, batch.mask, tokenizer, args.only)
+                matched = matching(batch.ids, batch.mask, tokenizer, args.only)
                 found = gradients(policy, batch, matched, args, exact)
                 counts = np.histogram(pi[batch.mask].tolist(), EDGES)[0]
                 measured.append((*found, np.append(counts, int(matched.sum()))))
@@ -387,8 +369,8 @@ def measure(policy, tokenizer, rows, count, args):
 
 def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
-    parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
-    parser.add_argument("--batches", type=lopti.number(int, 1), default=10, help="default: 10")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
+    parser.add_argument("--batches", type=lopti.within(int, 1), default=10, help="default: 10")
     parser.add_argument("--only", default="", help="the words that an oracle would train on")
     own, flags = parser.parse_known_args(argv)
     args = lopti.parse_arguments(["--alpha", "0.3", "--eta", "0.5", *flags])  # the paper's

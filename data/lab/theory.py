@@ -43,6 +43,7 @@ def unit_progress(probabilities, signals, energies, alpha=0.0):
 
     Assumes that the tokens' gradients are orthogonal on average (no cross terms), and that the mean
     of g/‖g‖ is the mean of g over the root of the mean of ‖g‖². In units of J per unit of length.
+    If no signal is negative, it is at most 1/(1-α) times that of α = 0.
 
     >>> pi, s, v = torch.tensor([0.9, 0.1]), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])
     >>> unit_progress(pi, s, v), unit_progress(pi, s, v, alpha=1.0)  # all signal at the likely one

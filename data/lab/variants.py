@@ -57,7 +57,7 @@ def bias_correction(logits, advantages, alpha, eta, stage="all"):
     return (advantages * (weights * pi).sum(-1)).sum()
 
 
-def update_without_bias(policy, optimizer, rollout, tokens, args, *more):
+def update_without_bias(policy, optimizer, rollout, tokens, args):
     """`lopti.update`, one mini-batch at a time: it adds its gradient to the correction's."""
     low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
     stage = ("low" if torch.equal(tokens, low) else "high") if args.eta else "all"
@@ -75,7 +75,7 @@ def update_without_bias(policy, optimizer, rollout, tokens, args, *more):
             loss = bias_correction(logits, advantages, args.alpha, args.eta, stage)
             (loss / kept.mask.sum()).backward()
         of_batch = tokens[indices, : batch.ids.shape[1]]
-        totals.update(update(policy, optimizer, batch, of_batch, args, *more))
+        totals.update(update(policy, optimizer, batch, of_batch, args))
     return totals
 
 
@@ -83,9 +83,12 @@ tokenizer_of = functools.cache(transformers.AutoTokenizer.from_pretrained)
 
 
 def matching(ids, mask, tokenizer, pattern):
-    """The tokens (B, L) whose text touches a match of `pattern` in the text of their response."""
+    """The tokens (B, L) whose text touches a match of `pattern` in the text of their response.
+
+    None if there is no pattern.
+    """
     found = torch.zeros_like(mask)
-    for row, places in enumerate(mask):
+    for row, places in enumerate(mask if pattern else ()):
         own = ids[row, places].tolist()
         texts = tokenizer.batch_decode([own[:end] for end in range(len(own) + 1)])
         spans = [match.span() for match in re.finditer(pattern, texts[-1])]
@@ -95,10 +98,10 @@ def matching(ids, mask, tokenizer, pattern):
     return found
 
 
-def update_what_matters(pattern, policy, optimizer, rollout, tokens, args, *more):
+def update_what_matters(pattern, policy, optimizer, rollout, tokens, args):
     """`lopti.update` on those of `tokens` that the oracle calls for."""
     matched = matching(rollout.ids, rollout.mask, tokenizer_of(args.model), pattern)
-    return update(policy, optimizer, rollout, tokens & matched, args, *more)
+    return update(policy, optimizer, rollout, tokens & matched, args)
 
 
 if __name__ == "__main__":
