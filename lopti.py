@@ -51,6 +51,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream, tally, user_errors
 
+transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
 
 # The training step --------------------------------------------------------------------------------
