@@ -303,7 +303,9 @@ def test_compare_goes_on_and_chooses_rates(monkeypatch, tmp_path, capsys):
             rate = float(words[len(words) - words[::-1].index("--learning-rate")])
             folder.mkdir(parents=True)
         stopped = len(commands) == stop_at
-        (folder / ("checkpoint.pt" if stopped else "final")).mkdir()
+        (folder / "checkpoint.pt").write_text("weights")
+        if not stopped:
+            (folder / "final").mkdir()
         metrics = dict.fromkeys(compare.METRICS, -abs(math.log(rate / 4e-4)))
         (folder / "metrics.jsonl").write_text(9 * (json.dumps(metrics) + "\n"))
         row = {"step": 9, "table": {"2": {"prompts": 1, "greedy": [0.123456, 0, 1]}}}
