@@ -4,21 +4,21 @@ r"""The tasks: rule-based rewards for puzzles and mathematics, their prompts, an
     math_reward(completions, solution, **columns) -> list[float]    1 or 0 each
 
 A completion is a string, or a list of chat messages whose last one counts. Any text gets a reward;
-none raises. This is the signature that TRL calls, so both drop in unchanged (the data set needs a
-column `solution`):
+none raises. TRL calls rewards so, and both drop in unchanged (the data need a column `solution`):
 
-    from trl import GRPOTrainer
     from rewards import kk_reward
     GRPOTrainer("Qwen/Qwen2.5-3B-Instruct", reward_funcs=kk_reward, train_dataset=puzzles).train()
 """
 
 import cmath
+import copy
 import csv
 import functools
 import importlib
 import itertools
 import json
 import math
+import operator
 import os
 import random
 import re
@@ -33,7 +33,7 @@ from jinja2 import TemplateError  # what chat templates raise; torch brings jinj
 
 
 def message_text(message):
-    """Return a string, or the text of the last of a list of chat messages; "" if there is none."""
+    """A string, or the text of the last of a list of chat messages; "" if there is none."""
     if isinstance(message, list) and message and isinstance(message[-1], dict):
         message = message[-1].get("content")
     return message if isinstance(message, str) else ""
@@ -48,13 +48,11 @@ ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so tim
 
 
 def kk_reward(completions, solution, **columns):
-    r"""Score answers to Knights-and-Knaves puzzles; accuracy is the share of scores equal to 3.0.
+    r"""Rewards of answers to Knights-and-Knaves puzzles; 3.0 is a right one in the right format.
 
-    Args:
-        completions: strings or lists of chat messages.
-        solution: one text per completion, like "(1) Zoey is a knight\n(2) Oliver is a knave".
-        columns: only `prompts` is read. A prompt that ends in <think> has opened that tag for the
-            completion; without `prompts` it counts as opened.
+    A solution is a text like "(1) Zoey is a knight\n(2) Oliver is a knave". Of `columns` only
+    `prompts` is read: a prompt that ends in <think> has opened that tag for its completion, and
+    without `prompts` every one has.
     """
     prompts = columns.get("prompts") or ["<think>"] * len(completions)
     rewards = []
@@ -69,7 +67,7 @@ def kk_reward(completions, solution, **columns):
 
 
 def score_puzzle(text, roles):
-    """Return the reward of one response: format (1 or -1) plus answer (2, -1.5 or -2).
+    """The reward of one response: format (1 or -1) plus answer (2, -1.5 or -2).
 
     The format holds if all four tags occur once each and in order. A <think> in the response is
     one too many where the prompt has opened it, as in the published code.
@@ -86,7 +84,7 @@ def score_puzzle(text, roles):
 
 
 def read_roles(text, names=None):
-    """Read who is what, in lower case; None unless everybody (of `names`) has exactly one role.
+    """Who is what, in lower case; None unless everybody (of `names`) has exactly one role.
 
     A text must name as many people as it has role words, counted as substrings. So an answer cannot
     list both roles for a name, and a solution cannot lose a person.
@@ -108,30 +106,32 @@ def read_roles(text, names=None):
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
 MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
+# No expression, no number or too large, 1/0, nested too deeply:
+NOT_READ = (KeyError, ValueError, ArithmeticError, RecursionError)
 
 
 def math_reward(completions, solution, **columns):
-    r"""Return 1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
+    r"""1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
 
     Completions and solutions, such as r"\frac{1}{2}", as for kk_reward; `columns` are ignored.
-    Where 1/2 is expected, 2/4 earns nothing, as in the graders of the field.
     """
-    pairs = zip(map(message_text, completions), solution, strict=True)
-    return [float(answers_match(extract_boxed(text) or "", str(truth))) for text, truth in pairs]
+    answers = [extract_boxed(message_text(completion)) or "" for completion in completions]
+    truths = [extract_boxed(truth) or truth for truth in map(str, solution)]
+    return [float(answers_match(*pair)) for pair in zip(answers, truths, strict=True)]
 
 
 def extract_boxed(text):
-    r"""Return the content of the last \boxed{} (or \fbox{}) after the last </think>, or None.
+    r"""The content of the last \boxed{} (or \fbox{}) after the last </think>, or None.
 
-    >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$.")
+    >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$, in \boxed as you asked.")
     '\\frac{1}{2}'
     """
     text = text.rpartition("</think>")[2]
-    start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox"), 0)
-    opening = re.match(r"\\(?:boxed|fbox)\s*(?:\{|([^\s$]+))", text[start : start + MAX_BOX])
-    if opening is None or opening[1]:  # \boxed 5 has no braces
+    box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
+    *_, opening = [None, *re.finditer(box, text)]
+    if opening is None or opening[1]:
         return opening and opening[1]
-    depth, content = 1, text[start + opening.end() :][:MAX_BOX]
+    depth, content = 1, text[opening.end() :][:MAX_BOX]
     for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
         if depth == 0:
@@ -139,149 +139,186 @@ def extract_boxed(text):
 
 
 def answers_match(predicted, expected):
-    r"""Tell whether a predicted LaTeX answer is the expected one.
+    r"""Whether a predicted LaTeX answer is the expected one.
 
-    A unit may be missing. Where both answers have units, these must begin with the same letter: cm
-    and centimetres agree, cents and \$ (dollars) do not. By the convention of the paper's grader
-    20\% counts as 20. A fraction must be in lowest terms.
+    The expected unit may be missing. Another one is wrong, and so are words that are no unit. By
+    the convention of the paper's grader 20\% counts as 20. A fraction must be in lowest terms.
     >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
     (True, False, True)
     """
     if max(len(predicted), len(expected)) > MAX_LENGTH:
         return predicted == expected
     (answer, units), (truth, true_units) = tokenize(predicted), tokenize(expected)
-    if not answer or (units and true_units and units != true_units):
+    right_units = units == true_units if true_units else FIRST.keys() >= set(units)
+    if not answer or (units and not right_units):
         return False
     try:
         return answer == truth or same_answer(parse(answer), parse(truth))
-    except (ValueError, KeyError, ArithmeticError, RecursionError):
-        return False  # no expression, no number, too large, 1/0, or nested too deeply
+    except NOT_READ:
+        return False
 
 
+FIRST = r"""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram|kg kilogram
+mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
+km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
+s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
+child children|man men|woman women|boy|girl|friend|book|page|apple|orange|egg|cookie|marble|ball
+card|coin|car|animal|tree|game|question|side|edge|face|triangle|item|<= ≤ \le \leq \leqslant
+>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\sqrt √
+\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
+\text \mathrm \mbox \textbf"""  # rows of known units, and of spellings: the first of a row is used
+FIRST = {word: row.split()[0] for row in re.split(r"[|\n]", FIRST) for word in row.split()}
+ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 REWRITES = (  # in this order: what can be written in several ways is written in one
-    (r"\\(begin|end)\s*\{[bp]?matrix\}", r"\\\1 "),  # a matrix is a bracket with two separators
+    (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
     (r"\\\\", ";"),
-    (r"(?<=[0-9])(?:\{,\}|,?\\[,!;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),  # 1,200
+    (r"\\[A-Za-z]+|[^\x00-\x7f]", lambda word: FIRST.get(word[0], word[0]) + " "),
+    (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
+    (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
+    (r"\\end\s*\{array\}(?:\s*[\])])?|\\end\s*\{[bp]?matrix\}", r"\\end "),  # a kind of bracket
+    (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
     (r"\\\$\s*(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),
+    (r"€\s*(-?[0-9]*\.?[0-9]+)|([0-9]) *€", r"\1\2\\text{euros}"),
     (r"\\?%", r"\\text{percent}"),
-    (r"°|\\degree|\^\s*\{?\s*\\circ\s*\}?", r"\\text{degrees}"),
-    (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal))(?![A-Za-z])", " "),
-    (r"\\[,;:!()\s]|[$~]", " "),
+    (r"\^\s*\{?\s*\\circ *\}?|\\degree|°", r"\\text{degrees}"),
+    (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
+    (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
+    (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
+    (r"\\[,;:!()\[\]\s]|[$~]", " "),
+    (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
+    (r"^(\s*[A-Za-z]\s*=)[^=<>,;]*[0-9][^=<>,;]*=(?=[^=<>,;]*$)", r"\1"),  # x = 2 + 3 = 5
+    (r"^((?:[^=<>,]*=)?\s*-?(?:[0-9]|\\(?:frac|sqrt|pi))[^=<>,]*)\\approx .*", r"\1"),
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
-    (r"√", r"\\sqrt "),
-    (r"π", r"\\pi "),
-    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|sin|cos|tan)(?![A-Za-z])", r"\\\1 "),
-    (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", "*"),
-    (r"[−–]", "-"),
-    (r"\\leq?(?:slant)?(?![A-Za-z])|≤", "<="),
-    (r"\\geq?(?:slant)?(?![A-Za-z])|≥", ">="),
-    (r"\\neq?(?![A-Za-z])|≠", "!="),
-    (r"\\in(?![A-Za-z])|∈", "="),  # x \in [1, 2] reads like x = [1, 2]
-    (r"^(.*)(?:\\pm(?![A-Za-z])|±)(.*)", r"\1+\2,\1-\2"),
-    (r"_\{(\w+)\}", r"_\1"),
-    (r"\\[dtc]?frac\s*([0-9])", r"\\frac{\1}"),  # \frac12 is one half
-    (r"\\[dtc]?frac\s*(\{[^{}]*\})\s*([0-9])", r"\\frac\1{\2}"),
-    (r"\\[dtc]frac", r"\\frac"),
+    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
+    (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
+    (r"\\frac\s*([0-9])", r"\\frac{\1}"),  # \frac12 is one half
+    (r"\\frac\s*(\{[^{}]*\})\s*([0-9])", r"\\frac\1{\2}"),
     (r"([0-9])\s*\\frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
-    (r"(?<![\w.])10\s*\^\s*(?:([0-9])(?![0-9])|\{(-?[0-9]{1,3})\})", r"1e\1\2"),  # a power of ten
-    (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?thousand\b", r"e3\1"),
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?million\b", r"e6\1"),
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?billion\b", r"e9\1"),
+    (r"(?<![\w.])10\s*\^\s*(?:([0-9]{1,3})(?![0-9])|\{\s*(-?[0-9]{1,3})\s*\})", r"1e\1\2"),
+    (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
+    *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
 )
-TOKEN = r"""(?xs) (?:\\(?:text\w*|mbox|mathrm)\s*\{(?P<text>[^{}]*)\}
-    | (?P<unit>(?<=[0-9]\ )(?:[a-z]{3,}|[ackmp]m|m(?=/s)|ft|in|mi|kg|lb|oz|hr)(?:/(?:s|h|min)\b)?)
-      )(?:\s*\^\s*\{?[23]\}?)?                      # \text{cm}^2, cm^2, km/h
-    | (?P<word>(?:(?<=[\[({,=])|\A)\s*[A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z))
-      | (?<!\S)[A-Za-z]{4,})                        # ABC, two lines; in 2ab the letters are factors
-    | (?:[0-9]+|[A-Za-z])_(?:[0-9]+|[A-Za-z])       # names: x_1, and 1204_9, a numeral in base nine
-    | [0-9]+\ +[0-9]+/[0-9]+ | (?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:e-?[0-9]{1,3})?
-    | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
+KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, FIRST))})s?)\b\.?"
+UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quarter)([a-z][a-z./^23\ ]*)\}}
+    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
+    )(?:\s*\^\s*\{{?[23]\}}?)?"""
+FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
+TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
+      [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
+    | (?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)             # \log_2, \sin^2, 1204_9
+    | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+    # x_1, x_{{n+1}}, 2 1/3
+    | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
-    r"""Cut LaTeX into tokens and the first letters of its units. Spacing disappears.
+    r"""LaTeX → its tokens, and its units by their names in FIRST. Spacing disappears.
 
-    A comma joins 1,200 but not (1,200), which is a point. A unit is a word behind a number. Letters
-    alone are one word, so ABC is not CAB.
-    >>> tokenize(r"x = 1,200 \text{ cm}^2"), tokenize("two lines")
-    ((['x', '=', '1200'], 'c'), (['twolines'], ''))
+    A comma joins 1,200 but not (1,200), which is a point. A unit is words behind a number, known or
+    not. Letters alone are one word, so ABC is not CAB.
+    >>> tokenize(r"x = 1,200 \text{ square feet}"), tokenize("two lines")
+    ((['x', '=', '1200'], ['ft']), (['twolines'], []))
     """
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
-    tokens, units = [], ""
-    for match in re.finditer(TOKEN, text.rstrip(" .,;")):
-        words = (match["text"] or match["unit"] or match["word"] or "").strip(" .,;")
-        after_number = tokens and re.search(r"[0-9}]$|^\\pi$", tokens[-1])
-        if after_number and re.fullmatch(r"[^\d()]+(\^[23])?", words):
-            units += re.sub(r"^(?:square|cubic|sq\.?)\b\s*", "", words)[:1].lower()
-        elif match["text"] is not None:  # no unit: it is read like anything else
-            tokens += tokenize(words)[0]
-        else:
-            tokens.append(re.sub(r"\s", "", words).lower() or match.group())
-    return tokens, units
+    units = re.findall("[a-z]+", " ".join(map("".join, re.findall(UNIT, text))).lower())
+    units = [FIRST.get(word, FIRST.get(word.removesuffix("s"), word)) for word in units]
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", re.sub(UNIT, " ", text)).strip(" .,;")
+    tokens = [re.sub(r"(?<![0-9])\s|(?<=[^\\])[{}]", "", x) for x in re.findall(TOKEN, text)]
+    tokens = [token.lower() if token.isalpha() and len(token) > 1 else token for token in tokens]
+    return tokens, [unit for unit in units if unit not in ("square", "cubic", "sq", "per")]
 
 
-NAME = re.compile(r"[A-Za-z]+(_\w+)?|[0-9]+_\w+|\\(pi|infty|alpha|beta|gamma|theta|lambda|mu|phi)")
-CONSTANTS = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-OPENING = ("(", "[", "{", r"\{", r"\begin")
-KINDS = {kind: kind for kind in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
-PRECEDENCE = {";": 1, ",": 2, "=": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3, r"\cup": 4}
-PRECEDENCE |= {"+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
+NAME = r"[A-Za-z]+(_.+)?|[0-9]+_.+|\\(pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"
+NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
+OPENING = ("(", "[", "{", r"\lceil", r"\lfloor", r"\{", r"\begin")
+KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end", r"\lceil\rceil")}
+KINDS |= {r"\{\}": "{}", r"\lfloor\rfloor": r"\lfloor\rfloor"}
+PRECEDENCE = {";": 1, ",": 2, "=": 3, r"\approx": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3}
+PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
+STRUCTURES = {
+    "()",
+    "(]",
+    "[)",
+    "[]",
+    "{}",
+    r"\begin\end",
+    "name =",
+    ";",
+    "=",
+    "!=",
+    "<",
+    "<=",
+    r"\cup",
+}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
 
 
 def parse(tokens):
-    """Return the tree of an answer; a list is a set.
+    r"""Tokens → the tree of an answer; a list is a set, and \pm makes two answers of one.
 
     >>> parse(["2", "x", "-", "y"])
     ('+', ('*', Fraction(2, 1), 'x'), ('-', 'y'))
     """
+    if r"\pm" in tokens:
+        both = [parse([sign if x == r"\pm" else x for x in tokens]) for sign in "+-"]
+        both = [tree[1:] if head(tree) == "{}" else [tree] for tree in both]
+        return ("{}", *dict.fromkeys(itertools.chain(*zip(*both))))
     tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
     tree = expression(tokens)
     if tokens != [""]:
         raise ValueError(f"cannot read {tokens}")
-    return ("{}", *tree[1:]) if head(tree) == "," else tree
+    return ("{}", *tree[1:]) if head(tree) in (",", ";") else tree
+
+
+def is_read(text):
+    """Whether an answer is read as an expression; if not, it is compared as text."""
+    try:
+        return len(text) <= MAX_LENGTH and bool(parse(tokenize(text)[0]))
+    except NOT_READ:
+        return False
 
 
 def head(tree):
-    """Return the operator of a tree; a Fraction or a name stands for itself."""
+    """The operator of a tree; a Fraction or a name stands for itself."""
     return tree[0] if isinstance(tree, tuple) else tree
 
 
 def expression(tokens, level=1):
-    """Read operators of precedence `level` or more; on the right of one stands what binds more."""
+    """Reads operators of precedence `level` or more; on the right of one stands what binds more."""
     tree = operand(tokens)
     while True:
         token = tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
-        starts_factor = token in ("(", "[", "{", r"\frac", *FUNCTIONS) or NAME.fullmatch(token)
+        function = re.match(rf"{FUNCTION}|\\sqrt", token)
+        starts_factor = function or token in (*OPENING[:5], r"\frac") or re.fullmatch(NAME, token)
         precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
-        if precedence < level or (level == FACTOR and token in FUNCTIONS):
+        if precedence < level or (level == FACTOR and function):
             return tree
         operation = "*" if starts_factor else tokens.pop(0)
         tree = join(tree, operation, expression(tokens, precedence + 1))
 
 
 def operand(tokens):
-    """Read a number, a name, a bracket, or a function or sign and what it is applied to."""
+    """Reads a number, a name, a bracket, or a function or sign and what it is applied to."""
     token = tokens.pop(0)
     if token in ("+", "-"):
         tree = expression(tokens, SIGN)
-        return ("-", tree) if token == "-" else tree
+        if token == "-":  # -5 is a number, -(-5) is not
+            return -tree if isinstance(tree, Fraction) and tree > 0 else ("-", tree)
+        return tree
     if token in OPENING:
         tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
-        if head(tree) == ",":
+        if head(tree) == "," or (head(tree) == ";" and kind == "{}"):
             return (kind, *tree[1:])
         return tree if kind in ("()", "[]", "{}") else (kind, tree)  # (5), {5} are 5
     if token == r"\frac":
-        return ("/", expression(tokens, OPERAND), expression(tokens, OPERAND))
+        return join(expression(tokens, OPERAND), "/", expression(tokens, OPERAND))
     if token == r"\sqrt":
         degree = expression(tokens, OPERAND) if tokens[0] == "[" else Fraction(2)
-        return (r"\sqrt", expression(tokens, OPERAND), degree)
-    if token in FUNCTIONS:  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
+        return ("^", expression(tokens, OPERAND), ("/", Fraction(1), degree))
+    if re.match(FUNCTION, token):  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
         return (token, expression(tokens, OPERAND if tokens[0] in OPENING else FACTOR))
-    if NAME.fullmatch(token):
+    if re.fullmatch(NAME, token):
         return token
     whole, *part = map(Fraction, re.split("[ /]+", token))  # 2, or the mixed number 2 1/3
     if not token.isascii() or (part and not part[0] < part[1] == Fraction(*part).denominator):
@@ -290,9 +327,15 @@ def operand(tokens):
 
 
 def join(left, operation, right):
-    """Return the tree of an operation: a - b is a + (-b), x > 3 is 3 < x, and sums are flat."""
+    """The tree of an operation: a - b is a + (-b), x > 3 is 3 < x, and sums are flat.
+
+    3/4 is a number, 6/8 an operation that is left to do. 'name =' is the sign behind a label.
+    """
     names = left[1:] if head(left) in ("*", "()") else [left]
-    if operation == "=" and all(isinstance(name, str) for name in names):
+    if operation == "/" and isinstance(left, Fraction) and isinstance(right, Fraction):
+        if abs(right) == (left / right).denominator > 1:
+            return left / right
+    elif operation in ("=", r"\approx") and all(isinstance(name, str) for name in names):
         operation = "name ="  # x = 5, f(x) = 5, (x, y) = (1, 2)
     elif operation == "-":
         operation, right = "+", ("-", right)
@@ -303,14 +346,16 @@ def join(left, operation, right):
 
 
 def same_answer(answer, truth):
-    """Compare two trees; numbers and expressions by value. x = 5 says 5; sets have no order."""
+    """Whether two trees agree; numbers and expressions by value. x = 5 says 5. A set has no order,
+    but where only one answer names its values, as in x = 1, y = 2, these have one."""
     if (head(answer) == "name =") != (head(truth) == "name ="):
         answer, truth = (tree[2] if head(tree) == "name =" else tree for tree in (answer, truth))
-    if not any(isinstance(tree, tuple) and tree[0] not in OPERATIONS for tree in (answer, truth)):
+    if all(head(tree) not in STRUCTURES for tree in (answer, truth)):
         return same_value(answer, truth)
     if head(answer) != head(truth) or len(answer) != len(truth):
         return False
-    if head(truth) not in ("{}", r"\cup"):
+    names = [{x[1] for x in tree[1:] if head(x) == "name ="} for tree in (answer, truth)]
+    if head(truth) not in ("{}", r"\cup") or (len(names[0]) > 1) != (len(names[1]) > 1):
         return all(map(same_answer, answer[1:], truth[1:]))
     partners = list(truth[1:])
     for item in answer[1:]:
@@ -322,80 +367,43 @@ def same_answer(answer, truth):
 
 
 def same_value(answer, truth):
-    """Tell whether an expression has the value of another, and its form.
+    """Whether an expression has the value of another, and its form.
 
-    Variables get fixed values, once positive and once negative. Fractions are compared exactly,
-    other numbers to nine digits. A number must be finished. With variables a sum must have as many
-    terms: where the factors are asked for, x^2 - 1 is not (x - 1)(x + 1), nor the other way round.
+    Fractions are compared exactly, other numbers to nine digits; variables get two fixed values.
+    Where a number is expected, 5 + 6 is none. A sum must have as many terms, be it over a number:
+    where the factors are asked for, x^2 - 1 is not (x - 1)(x + 1), nor the other way round.
     """
-    rounds = [(evaluate(answer, sign), evaluate(truth, sign)) for sign in (1, -1)]
-    for values in rounds:
-        exact = all(isinstance(value, Fraction) for value in values)
+    for sign in (1, -1):
+        values = value(answer, sign), value(truth, sign)
+        exact = all(isinstance(number, Fraction) for number in values)
         if not (values[0] == values[1] if exact else cmath.isclose(*values)):
             return False
-    if rounds[0] != rounds[1]:  # there are variables
-        terms = [len(tree) if head(tree) == "+" else 2 for tree in (answer, truth)]
-        return terms[0] == terms[1]
-    return answer == truth or is_finished(answer)
+    if isinstance(answer, Fraction) or isinstance(truth, Fraction):
+        return isinstance(answer, Fraction)
+    trees = (answer, truth)
+    sums = [x[1] if head(x) == "/" and isinstance(x[2], Fraction) else x for x in trees]
+    sizes = [[len(x) if head(x) == "+" else 2 for x in pair] for pair in (trees, sums)]
+    return any(first == second for first, second in sizes)
 
 
-def evaluate(tree, sign=1):
-    """Return the number that a tree stands for; a variable is a fixed fraction of that sign."""
+def value(tree, sign=1):
+    """The number that a tree stands for. A variable is a fixed fraction of that sign; a function is
+    a fixed random number for each number that it is applied to."""
     if isinstance(tree, Fraction):
         return tree
     if isinstance(tree, str):
         some = random.Random(f"{sign} {tree}").randrange(5000, 15000)
-        return CONSTANTS.get(tree) or sign * Fraction(some, 10007)
-    return OPERATIONS[tree[0]](*(evaluate(part, sign) for part in tree[1:]))
-
-
-def power(base, exponent):
-    if isinstance(exponent, Fraction) and len(str(base)) * abs(exponent) > MAX_DIGITS:
+        return NAMED_VALUES.get(tree) or sign * Fraction(some, 10007)
+    operation, *values = tree[0], *(value(part, sign) for part in tree[1:])
+    if operation == "^" and len(str(values[0])) * abs(values[1]) > MAX_DIGITS:
         raise ValueError("too large")
-    return base**exponent
+    if operation in OPERATIONS:
+        return OPERATIONS[operation](*values)
+    return random.Random(f"{operation} {complex(*values):.9g}").random()
 
 
-FUNCTIONS = {f"\\{name}": getattr(cmath, name) for name in ("sin", "cos", "tan", "exp")}
-FUNCTIONS |= {r"\ln": cmath.log, r"\log": cmath.log10}
-FUNCTIONS[r"\sqrt"] = lambda value, degree: power(value, 1 / degree)
 OPERATIONS = {"+": lambda *terms: sum(terms), "*": lambda *factors: math.prod(factors)}
-OPERATIONS |= {"-": lambda x: -x, "/": lambda x, y: x / y, "^": power, **FUNCTIONS}
-
-
-def is_rational(value):
-    """Tell whether a value is, up to rounding, a fraction with a denominator up to 1000."""
-    if isinstance(value, Fraction):
-        return True
-    near = Fraction(complex(value).real).limit_denominator(1000)
-    return cmath.isclose(value, near, rel_tol=1e-12)
-
-
-def is_finished(tree):
-    """Tell whether a number is an answer: no operation is left that could be carried out.
-
-    A mixed number and a number times a power of ten are numerals, not operations.
-    """
-    if not isinstance(tree, tuple):
-        return True
-    operation, *parts = tree
-    values = [evaluate(part) for part in parts]
-    value = OPERATIONS[operation](*values)
-    inner = parts[1:] if operation == "/" else parts  # a numerator may be a sum
-    if operation not in FUNCTIONS and any(head(part) in ("+", operation) for part in inner):
-        return False  # 2(1 + \sqrt2), (2 + i)^2, -(-5)
-    if operation == "-":
-        done = True
-    elif is_rational(value):  # 6 + 5, 2^{10}, \sqrt{16}, \ln e; but 3/4 is done, and 6/8 is not
-        exact = isinstance(value, Fraction)
-        done = exact and operation == "/" and abs(values[1]) == value.denominator > 1
-    elif operation == "+":  # 2\sqrt3 + \sqrt3
-        done = not any(is_rational(a / b) for a, b in itertools.combinations(values, 2))
-    elif operation == "*":  # \sqrt2\sqrt3: two factors of one kind
-        kinds = {"rational" if is_rational(v) else head(part) for v, part in zip(values, parts)}
-        done = len(kinds) == len(parts)
-    else:  # a power or root: \sqrt{-4} is 2i
-        done = operation == "/" or not is_rational(1j * value)
-    return done and all(map(is_finished, parts))
+OPERATIONS |= {"-": operator.neg, "/": operator.truediv, "^": operator.pow}
 
 
 # ------------------------------------------ The two tasks: what is asked, and what a response earns
@@ -450,22 +458,23 @@ TASKS = {
 
 def question_and_solution(row):
     """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
+    if row.get("reward_model"):  # verl: the prompt is chat messages
+        truth = row["reward_model"]["ground_truth"]
+        return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
+    if row.get("prompt") and to_text(row.get("solution")):  # TRL: chat messages, or text
+        return row["prompt"], row["solution"]
     if "quiz" in row:  # K-and-K/knights-and-knaves
         return row["quiz"], row.get("solution_text_format")
     if "problem" in row:  # DeepScaleR, MATH-500, and MATH, which has no answer but the box
         return row["problem"], row.get("answer", extract_boxed(to_text(row.get("solution"))))
-    if "question" in row:  # GSM8K
-        return row["question"], to_text(row.get("answer")).split("####")[-1].strip()
-    if "reward_model" in row:  # verl: the prompt is chat messages
-        truth = row["reward_model"]["ground_truth"]
-        return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
-    return row.get("prompt"), row.get("solution")  # TRL: the prompt is chat messages, or text
+    return row.get("question"), to_text(row.get("answer")).split("####")[-1]  # GSM8K
 
 
 def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
+    value = value.decode() if isinstance(value, bytes) else value
     return "" if value is None or isinstance(value, (list, dict)) else str(value)
 
 
@@ -490,22 +499,38 @@ def user_errors(problem):
 
 def load_data(args, tokenizer):
     """Training rows (none with --eval-only) and, of each difficulty, --eval-size evaluation rows.
-    No training question contains one of the evaluation data, chosen or not, or is part of one.
+
+    Of --data without --eval-data a tenth is held out, always the same rows. No training question
+    contains one of the evaluation data, chosen or not, or is part of one.
     """
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
-    held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-    source = args.data or files / f"{args.task}_train.jsonl"
-    training = [] if args.eval_only else load_rows(source, args, tokenizer, held_out)
+    if args.data and not (args.eval_data or args.eval_only):
+        rows = load_rows(args.data, args, tokenizer)
+        held_out = random.Random(0).sample(rows, min(500, math.ceil(len(rows) / 10)))
+    else:
+        held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
+        source = args.data or files / f"{args.task}_train.jsonl"
+        rows = [] if args.eval_only else load_rows(source, args, tokenizer)
+    training, keys = [], {row["key"] for row in held_out}
+    for row in rows:
+        if not any(key in row["key"] or row["key"] in key for key in keys):
+            training.append(row)
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
-    print(f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts")
+    told = f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
+    if args.data and not args.eval_only:  # how many of the user's rows are not trained on, and why
+        told += f"; {len(rows) - len(training)} of {len(rows)} rows are "
+        told += "also in --eval-data" if args.eval_data else "held out for evaluation"
+    if not training and not args.eval_only:
+        raise UserError(f"nothing is left to train on: {told}")
+    print(told)
     return training, chosen
 
 
-def load_rows(source, args, tokenizer, held_out=()):
+def load_rows(source, args, tokenizer):
     """The rows of a data file or hub data set that can be used; one line counts all others."""
     with user_errors(f"cannot read {source}"):
         table = read_table(str(source))
@@ -514,46 +539,70 @@ def load_rows(source, args, tokenizer, held_out=()):
     names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
     if "completions" in names:  # a reward gets the responses by this name
         raise UserError(f"{source} has a column completions: give it another name")
-    rows, left_out = [], {}  # reason → the numbers of its rows
+    rows, left_out, others = [], {}, 0  # left_out: reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
         try:
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
-                row = make_row(columns, args.task, tokenizer)
+                row = make_row(columns, args, tokenizer)
                 row["columns"] = {name: columns.get(name) for name in names if name is not None}
-                check_row(row, args, tokenizer, held_out)
+                if (
+                    args.task == "kk"
+                    and row["key"]
+                    and int(row["difficulty"]) not in (0, *args.people)
+                ):
+                    others += 1
+                    continue
+                check_row(row, args, tokenizer)
             rows.append(row)
         except UserError as reason:
             left_out.setdefault(str(reason), []).append(number)
-    if rows:  # what --people leaves out is no news
-        left_out = {why: them for why, them in left_out.items() if "not of --people" not in why}
-    where = {why: f" (row {str(them)[1:-1]})" for why, them in left_out.items() if len(them) < 10}
-    reasons = [f"{len(them)} {why}{where.get(why, '')}" for why, them in left_out.items()]
-    told = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
-    if not rows:
-        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {told}")
+    told = f"{len(table)} rows"
     if left_out:
+        reasons = [
+            f"{len(them)} {why}" + f" (row {str(them)[1:-1]})" * (len(them) < 10)
+            for why, them in left_out.items()
+        ]
+        told += f", {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
+    texts = [row["solution"] for row in rows if args.task == "math" and not args.reward]
+    texts = [text for text in texts if not is_read(text)]
+    if texts:
+        told += f"; {len(texts)} solutions are compared as text: see math-verify in data/GUIDE.md"
+    if not rows:
+        told += f"; {others} not of --people {' '.join(map(str, args.people))}" * bool(others)
+        told += f"; its columns: {', '.join(map(str, names))}"
+        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {told}")
+    if left_out or texts:
         print(f"{Path(source).name}: {told}")
     return rows
 
 
-def check_row(row, args, tokenizer, held_out):
-    """UserError with the reason where a row cannot be used. No row of `held_out` is trained on."""
-    task, question, solution = TASKS[args.task], row["question"], row["solution"]
-    if not question or not solution.strip():
-        raise UserError("without a prompt or a solution")
+UNUSABLE = {  # solutions of mathematics that nothing matches, or only a copy
+    "whose solution says that there is none": r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z",
+    "whose solution is a list": r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z",
+    "with LaTeX of which JSON has taken a part": r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)",
+    "whose solution is a sentence": r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}",
+}
+
+
+def check_row(row, args, tokenizer):
+    """UserError with the reason where a row cannot be used."""
+    task, solution = TASKS[args.task], row["solution"]
+    if not row["key"] or not solution:
+        raise UserError("without a prompt or a (boxed) solution")
     if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
         raise UserError("with half a character (a lone surrogate)")
+    if re.search(r"[\b\f](?=[a-z])", row["prompt"]):
+        raise UserError("with LaTeX of which JSON has taken a part")
+    for reason, pattern in UNUSABLE.items() if args.task == "math" and not args.reward else ():
+        if re.search(pattern, solution):
+            raise UserError(reason)
     # A solution, as the answer in the form of either task, must earn the full reward.
     response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
     nobody = args.task == "kk" and row["difficulty"] == "0"
     if nobody or not args.reward and task.reward([response], [solution]) != [task.solved]:
         raise UserError(f"whose solution --task {args.task} cannot read")
-    if args.task == "kk" and int(row["difficulty"]) not in args.people:
-        raise UserError(f"not of --people {' '.join(map(str, args.people))}")
     if len(tokenizer(row["prompt"], add_special_tokens=False).input_ids) > args.max_prompt_length:
         raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
-    if any(old["question"] in question or question in old["question"] for old in held_out):
-        raise UserError("also in the evaluation data")
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -577,34 +626,65 @@ def read_table(source):
         return list(itertools.chain(*json.loads(f"[{text}]")))
     if kind == ".csv":
         with open(source, newline="", encoding="utf-8-sig") as stream:
-            return list(csv.DictReader(stream))
+            table = csv.DictReader(stream)
+            if len(set(table.fieldnames or ())) < len(table.fieldnames or ()):
+                raise UserError(f"{source} has two columns of one name: give them different ones")
+            return list(table)
     if kind != ".parquet" and Path(source).is_file():
         raise UserError(f"{source} is no jsonl, json, csv or parquet file: make it one of these")
     import datasets  # here, because it takes a second to import
+    import numpy
+    import pyarrow.parquet
 
     if kind == ".parquet":
-        return datasets.Dataset.from_parquet(source).to_list()
-    name, configuration, split = (source.split(":") + ["", ""])[:3]
-    return list(datasets.load_dataset(name, configuration or None, split=split or "train"))
+        data = datasets.Dataset(pyarrow.parquet.read_table(source))
+    else:
+        name, configuration, split = (source.split(":") + ["", ""])[:3]
+        data = datasets.load_dataset(name, configuration or None, split=split or "train")
+
+    def as_meant(value, kind):
+        """A class by its name; float32 .3 without the digits that it gets as float64."""
+        if isinstance(value, dict) and isinstance(kind, dict):
+            return {name: as_meant(value[name], kind[name]) for name in value}
+        if isinstance(value, int) and hasattr(kind, "names"):
+            return kind.names[value] if value >= 0 else None
+        if isinstance(value, float) and kind.dtype in ("float16", "float32"):
+            return float(str(numpy.dtype(kind.dtype).type(value)))
+        return value
+
+    return [as_meant(row, data.features) for row in data.to_list()]
 
 
-def make_row(columns, task, tokenizer):
-    """The columns of a data set → question, prompt, solution and difficulty, all of them text."""
+def make_row(columns, args, tokenizer):
+    """The columns of a data set → prompt, solution, difficulty, and the question twice: as it was
+    `asked`, and as a `key` by which questions are compared.
+
+    A column `prompt` is the whole prompt; `question` is, too, where it has a reward of one's own.
+    """
+    if not isinstance(columns, dict):
+        raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
     question, solution = question_and_solution(columns)
-    question, solution = question or "", to_text(solution)
-    is_prompt = question == columns.get("prompt")  # the row brings a whole one
-    prompt = (question, "") if is_prompt else (TASKS[task].messages(question), TASKS[task].opening)
+    task, question = TASKS[args.task], question or ""
+    prompt, opening = question, ""
+    if question not in (columns.get("prompt"), columns.get("question") if args.reward else ""):
+        prompt, opening = task.messages(question), task.opening
+    elif isinstance(question, str) and question != columns.get("prompt"):
+        prompt = [{"role": "user", "content": question}]
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
+    choices = columns.get("choices") or columns.get("options") or ()
+    if not all(str(choice) in question for choice in choices):
+        raise UserError("with choices that its question does not show")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
+    solution = to_text(solution).strip()
     return {
         "asked": " ".join(question.split()),
-        "question": " ".join(question.split()).casefold(),
-        "prompt": render_prompt(tokenizer, *prompt),
+        "key": " ".join(question.split()).casefold(),
+        "prompt": render_prompt(tokenizer, prompt, opening),
         "solution": solution,
-        "difficulty": str(len(read_roles(solution) or ())) if task == "kk" else level,
+        "difficulty": str(len(read_roles(solution) or ())) if args.task == "kk" else level,
     }
 
 
@@ -619,32 +699,49 @@ def render_prompt(tokenizer, messages, opening=""):
         text = "\n\n".join(message["content"] for message in messages)
         rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
         if tokenizer.chat_template and not rendered:
-            options = {"tokenize": False, "add_generation_prompt": True}
-            with suppress(TemplateError):
-                return tokenizer.apply_chat_template(messages, **options) + opening
-            messages = [{"role": "user", "content": text}]  # Gemma's takes no system message
-            return tokenizer.apply_chat_template(messages, **options) + opening
+            return render_chat(tokenizer, messages, opening)
         text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
         text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
     return text
 
 
+def render_chat(tokenizer, messages, opening):
+    """Chat messages through the template. A system message that it refuses or loses goes into the
+    user's turn, and `opening` is added where the template has not opened the turn with it."""
+    forms = [messages]
+    if len(messages) > 1 and messages[0]["role"] == "system":
+        first = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+        forms.append([{**messages[1], "content": first}, *messages[2:]])
+    for form in forms:
+        options = {"tokenize": False, "add_generation_prompt": True}
+        with suppress(*[TemplateError] * (form is not forms[-1])):
+            text = tokenizer.apply_chat_template(form, **options)
+            asked = [turn["content"].split() for turn in form if turn["role"] != "assistant"]
+            if all(" ".join(words) in " ".join(text.split()) for words in asked):
+                return text if text.rstrip().endswith(opening) else text + opening
+    raise UserError("whose question the chat template of --model leaves out")
+
+
 def compute_rewards(texts, rows, args):
     """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
 
-    A reward function has TRL's signature, f(completions, solution, **columns) -> list of numbers,
-    and gets every column of the data as a list with one entry for each response.
+    A reward function has TRL's signature, f(completions, solution, **columns) -> list of numbers.
+    It gets strings, also where the prompt is a chat, and copies of all columns of the data as lists
+    with one entry for each response.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {args.reward or args.task} failed"):
-        rewards = [float(reward) for reward in function(completions=texts, **columns)]
-    if len(rewards) != len(texts) or not all(map(math.isfinite, rewards)):
-        raise UserError(f"{args.reward} must return one finite number for each response")
-    return rewards
+        rewards = function(completions=list(texts), **copy.deepcopy(columns))
+        numbers = [float(reward) for reward in rewards if reward is not None]
+    if isinstance(rewards, (dict, set, str)) or not all(map(math.isfinite, numbers)):
+        numbers = []
+    if len(numbers) != len(texts):
+        raise UserError(f"{args.reward} must return a list: one finite number for each response")
+    return numbers
 
 
 @functools.cache
@@ -653,7 +750,11 @@ def load_function(place):
     module, _, name = place.partition(":")
     sys.path.append(os.getcwd())
     with user_errors(f"--reward {place}: give MODULE:FUNCTION"):
-        return functools.partial(getattr(importlib.import_module(module), name))  # or TypeError
+        loaded = importlib.import_module(module)
+        own = Path(*module.split(".")).with_suffix(".py")
+        if own.is_file() and not own.samefile(loaded.__file__):
+            raise UserError(f"--reward {place}: {loaded.__file__} has that name: rename your file")
+        return functools.partial(getattr(loaded, name))  # or TypeError
 
 
 # ------------------------------------------------- From the rewards of held-out rows to an accuracy

@@ -166,7 +166,7 @@ def spy(monkeypatch, place, name, look):
 
 def data_row(prompt, solution=""):
     """A row as `lopti.load_data` makes them."""
-    row = {"question": prompt, "prompt": prompt, "solution": solution}
+    row = {"asked": prompt, "key": prompt, "prompt": prompt, "solution": solution}
     return {**row, "difficulty": "2", "columns": {}}
 
 
@@ -860,8 +860,7 @@ def test_kk_answer():
         "Jackson is a knight\nJackson is a knave": -1.0,  # Jack is not inside Jackson
         "(1) Zoey is a knight\n(2) Oliver is a knave": -1.0,  # copied from the prompt's example
     }
-    for answer, score in scores.items():
-        assert kk(answer) == score, answer
+    assert {answer: kk(answer) for answer in scores} == scores
 
 
 def test_kk_broken_format():
@@ -919,41 +918,50 @@ def test_extract_boxed():
         r"\boxed{1}</think> I forgot.": None,
         r"\boxed{1}</think> \boxed{2}": "2",
         r"\boxed{1} no: \boxed{2": None,
-        r"\boxed{}": "",
+        r"\boxed{1} or \boxed{}": "",
         r"\boxed{%s}" % ("9" * (rewards.MAX_BOX - 1)): "9" * (rewards.MAX_BOX - 1),
         r"\boxed{%s}" % ("9" * rewards.MAX_BOX): None,  # a million braces are not counted
         "the answer is 5": None,
+        **{
+            rf"\boxed{{3}}, {words}": "3"
+            for words in (r"in \boxed as told", r"(`\boxed`)", r"\fbox")
+        },
     }
-    for text, content in contents.items():
-        assert rewards.extract_boxed(text) == content, text
+    assert {text: rewards.extract_boxed(text) for text in contents} == contents
+    assert rewards.math_reward([r"\boxed{42}"], [r"$\boxed{42}$"]) == [1.0]
 
 
 RIGHT = r"""
 11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
 11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2}
-\frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right)
-\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3
+11 | 11cm | 11 \text{ cm}² | €11 | 11 miles per hour | 11\text{ sq. ft} | 11^{\text{th}} | 11 (feet)
+11 | PQ = 11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11 | x = 5 + 6 = 11 | \[ 11 \]
+5\text{ lb} | 5 pounds | 5 lbs  ;;  5 cm | 5\text{ centimetres} | 5  ;;  9\text{ goals} | 9
+\frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
+\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  \frac12 | ½
 1200 | 1,200 | 1{,}200 | 1,\!200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
-3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000
-2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3}
+3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000 | 3,\! 000,\! 000
+2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
 \frac{\pi}{4} | \pi/4 | 0.25\pi | \frac14\cdot\pi | \theta = \frac{π}{4}
 \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1 | \frac{-3 + \sqrt{33}}{3}
 2001+25i | 25i+2001  ;;  2000000000 | 2 billion  ;;  2^{10} | 1024 | 2^{ 10 }
-6 + 5 | 11 | 1.1 \times 10^1  ;;  1204_9 | 1204_{9}
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3
-\pm 2 | 2, -2 | x = 2 \text{ or } x = -2
+6 + 5 | 11 | 1.1 \times 10^1 | 5 + 6  ;;  1204_9 | 1204_{9}  ;;  \frac{2}{\sqrt5 + 1} | \frac{2}{1 + \sqrt5}
+\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3 | 1; 2; 3  ;;  4 \times 10^{12} | 4·10^12
+\pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
+x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
 (1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)
-[0, \infty) | \left[0,+\infty\right) | x \in [0, \infty)
-(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1)  ;;  x > 3 | 3 < x
-x \neq 3 | x \ne 3 | x ≠ 3  ;;  \ln 2 | \ln(2) | \ln{2} | ln 2
+[0, \infty) | \left[0,+\infty\right) | x \in [0, \infty) | [0, ∞)
+(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1) | (-∞,1) ∪ (2,3]  ;;  x > 3 | 3 < x | x \gt 3
+x \neq 3 | x \ne 3 | x ≠ 3  ;;  \ln 2 | \ln(2) | \ln{2} | ln 2  ;;  \binom52 | \dbinom52
 3\ln 2 + 1 | 1 + 3\ln(2) | \ln(2) \cdot 3 + 1  ;;  \sin x | \sin(x) | \sin{x} | sin(x)
 x\sin 2x + \cos x | \cos(x) + \sin(2x)x  ;;  5 | 5 cm^2 | 5 m/s | 5 km/h | 5 m/s^2
 -\frac12 | \frac{1}{-2} | \frac{-1}{2}  ;;  (n-2) 2^{n}+1 | 1$+$(n-2) 2^{n}
-x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x
+x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23
 \frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}  ;;  x_1 + x_{2} | x_2 + x_{1}
-y = 2x + 1 | 1 + 2x | y = 1 + 2x
+y = 2x + 1 | 1 + 2x | y = 1 + 2x  ;;  8:30\text{ a.m.} | 8:30 AM
 \begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5&0\\0&1\end{bmatrix}
-\text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  A,C | \text{C, A}
+\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \left(\begin{array}{c} 1 \\ 2 \end{array}\right)
+\text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  A,C | \text{C, A}  ;;  \text{Yes} | yes
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
@@ -961,29 +969,33 @@ UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
 \frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14 | \frac{1 + 2}{4}
 1024 | 2^{10} | 4^5 | 2^5\cdot 2^5  ;;  2104_5 | 427_8 | 279  ;;  279 | 2104_5
-3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3 | (1+2)\sqrt3 | \sqrt9\sqrt3
-1 | \ln e | \cos 0 | \sin(\pi/2)  ;;  \ln 3 | \ln(2+1)  ;;  -\frac12 | \frac{2}{-4}
+3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 | \ln e | \cos 0  ;;  -1 | e^{i\pi}
 6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)  ;;  -1 | e^{i\pi}
+3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)  ;;  -\frac12 | \frac{2}{-4}
 (4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)  ;;  x > 3 | x > 1 + 2
-x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1
+x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1
 """
 
 WRONG = r"""
 ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes | 3 minutes 2 hours
-0 | 10^{-13}\pi | e^{-40}  ;;  x^{400} | x^{400} + x  ;;  A | \text{(A)}\text{(B)} | B
-\$5 | 5 cents  ;;  5 \text{ a.m.} | 5 \text{ p.m.}
-5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five}
-\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor
-\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333
+0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x
+A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1 | 2^{100}
+\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM | 8:31 AM
+5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
+5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
+5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5\text{ and a half}
+5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
+x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  a = 3, b = 4 | 4, 3 | b = 3, a = 4
+x \approx 2.1 | x \approx 5  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 + \sqrt2 | 1 \pm \sqrt2
+\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
+\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin^2 x | \sin x^2 | \sin x
 \sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}  ;;  \ln 2 + 1 | \ln(2 + 1) | \ln 2
 \sin x | sinx | nis x | \sin 2x | \sin(x + 1) | \cos x  ;;  \ln(2)x | \ln(2x)
 5 | 5 xy | 5 x/y | 5 x^2 | 5 m/x  ;;  25 | 5 cm^2  ;;  x \neq 3 | x = 3 | x \neq 4
 100000000000000000000 | 100000000000000000001  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
 (1,200) | 1200  ;;  (1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  [1, 2) | (1, 2]
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | [1, 2]
-x | -x | y | \sqrt{x^2}  ;;  x > 3 | x \ge 3 | x < 3  ;;  9^{9^{9}} | 9^{9^{8^9}}
-1/0 | 2/0
+x | -x | y | \sqrt{x^2}  ;;  x > 3 | x \ge 3 | x < 3  ;;  9^{9^{9}} | 9^{9^{8^9}}  ;;  1/0 | 2/0
 """
 
 
@@ -995,24 +1007,33 @@ def test_answers_match(table, right):
     assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
 
 
+def test_the_guide_s_reward_with_math_verify():
+    pytest.importorskip("math_verify")
+    guide, names = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8"), {}
+    (code,) = (x for x in re.findall(r"```python\n(.*?)```", guide, re.S) if "math_verify" in x)
+    exec(code, names)
+    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
+    solution = ["x < 4", "3", "5", "5"]
+    assert names["math_verify_reward"](texts, solution, level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
 def test_others_give_the_same_rewards(path):
-    """The published code for every puzzle; two established graders for 98 of 100 math answers."""
+    """The published code for every puzzle; two established graders for all math answers."""
     rows, is_kk = read_jsonl(path), "kk" in path.name
     reward = rewards.kk_reward if is_kk else rewards.math_reward
     ours = reward([row["response"] for row in rows], [row["solution"] for row in rows])
-    same = [score == row["score" if is_kk else "correct"] for score, row in zip(ours, rows)]
-    assert sum(same) >= (640 if is_kk else 0.98 * len(rows))
+    assert ours == [row["score" if is_kk else "correct"] for row in rows]
 
 
-PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_
-\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $
-\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999"""
+PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ €
+\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ \lceil
+\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2 5cm 3am 5th"""
 
 
 def test_no_text_raises_or_hangs():
     rng = random.Random(0)
-    pieces = [*PIECES.split(), "1 1/2 ", "\u200f", "\ud800", "\x00"]
+    pieces = [*PIECES.split(), "1 1/2 ", "\u200f", "\ud800", "\x00", "5 feet per ", r"\boxed "]
     texts = [piece * (size // len(piece)) + "4" for piece in pieces for size in (290, 990)]
     texts += ["".join(rng.choices(pieces, k=rng.choice((3, 9, 40)))) for _ in range(2000)]
     texts += [piece * (10**6 // len(piece)) for piece in (r"\boxed{", "</think>", "{", " ", "9")]
@@ -1029,6 +1050,10 @@ def test_no_text_raises_or_hangs():
 def load_data(flags="", tokenizer=TOKENIZER, **files):
     """(training rows, evaluation rows) of `lopti.load_data`."""
     return lopti.load_data(arguments(flags, **files), tokenizer)
+
+
+def load_rows(path, flags="--task math", tokenizer=TOKENIZER):
+    return rewards.load_rows(str(path), arguments(flags), tokenizer)
 
 
 LILY = "(1) Lily is a knave"
@@ -1048,8 +1073,8 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "K&K": ("kk", {"quiz": "Who?", **KK_TRUTH}, "Who?", LILY),
     "TRL": ("kk", {"prompt": user("Who?"), "solution": LILY}, "<|user|>Who?<|assistant|>", LILY),
     "both": ("kk", {"quiz": "Who?", **KK_TRUTH, "prompt": "Other."}, "Who?", LILY),
-    "TRL, text": ("math", {"prompt": "1 + 1 =", "solution": "2"}, "1 + 1 =", "2"),
-    "verl": ("math", verl(user("1?"), "1"), "<|user|>1?<|assistant|>", "1"),
+    "TRL, text": ("math", {"prompt": "1 + 1 =", "solution": "2", "problem": "No."}, "1 + 1 =", "2"),
+    "verl": ("math", {**verl(user("1?"), "1"), "question": "1?"}, "<|user|>1?<|assistant|>", "1"),
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
     "GSM8K, 0": ("math", {"question": "None?", "answer": 0}, "None?", "0"),
@@ -1057,8 +1082,6 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
 }
-
-
 FORMATS = [(shape, suffix) for shape in ROWS for suffix in ("json", "parquet")]
 FORMATS += [(shape, "csv") for shape in ROWS if set(map(type, ROWS[shape][1].values())) == {str}]
 
@@ -1087,72 +1110,141 @@ SHAPES = {
 
 
 @pytest.mark.parametrize(("trained_in", "evaluated_in"), list(itertools.product(SHAPES, SHAPES)))
-def test_training_prompts_are_never_evaluation_prompts(tmp_path, trained_in, evaluated_in):
+def test_training_prompts_are_never_evaluation_prompts(tmp_path, capsys, trained_in, evaluated_in):
     """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
     files = {}
     for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
         rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?", LILY) for x in part.split()]
         files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
     training, evaluation = load_data("--people 1 --eval-size 1", **files)
-    assert len(training) == len(evaluation) == 1 and "who is c?" in training[0]["question"]
+    assert len(training) == len(evaluation) == 1 and "who is c?" in training[0]["key"]
+    told = "1 training and 1 of 2 evaluation prompts; 2 of 3 rows are also in --eval-data\n"
+    assert capsys.readouterr().out == told
+
+
+def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
+    """Never our problems: with a reward of one's own these say nothing."""
+    rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]  # each twice
+    files = {"data": write_jsonl(tmp_path / "own.jsonl", rows)}
+    training, evaluation = load_data("--task math", **files)
+    assert len(evaluation) == 4 and not {x["key"] for x in training} & {
+        x["key"] for x in evaluation
+    }
+    assert all(row["key"].startswith("say") for row in evaluation)
+    assert f"; {40 - len(training)} of 40 rows are held out for eval" in capsys.readouterr().out
+    assert load_data("--task math --seed 7", **files)[1] == evaluation  # of every run
+    files["data"] = write_jsonl(tmp_path / "one.jsonl", rows[:2])
+    with pytest.raises(lopti.UserError, match="nothing is left to train on"):
+        load_data("--task math", **files)
 
 
 def test_every_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):
     pair = "(1) Ann is a knight (2) Bo is a knave"  # the reward reads one line, too
-    held_out = [(f"{name}?", truth) for name in "abc" for truth in (LILY, pair)]
     rows = [("Who?", pair), ("k?", "(1) Knightley is a knight (2) Bo is a knave"), ("No.", "")]
-    rows += [("\ud83d?", pair), ("One?", LILY), ("Why? " * 99, pair), ("A ?", pair), ("b?", pair)]
-    for name, part in (("old", held_out), ("new", rows)):
-        part = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in part]
-        write_jsonl(tmp_path / f"{name}.jsonl", [*part[:-1], {**part[-1], "of_one": 1}])
-    files = {"data": str(tmp_path / "new.jsonl"), "eval_data": str(tmp_path / "old.jsonl")}
-    training, evaluation = load_data("--people 2 --max-prompt-length 99", **files)
-    assert [row["columns"].get("of_one", 1) for row in training] == [None, None]  # not missing
-    assert [row["question"] for row in training] == ["who?", "a ?"] and len(evaluation) == 3
-    told = "new.jsonl: 8 rows, 5 left out: 1 whose solution --task kk cannot read (row 2), "
-    told += "1 without a prompt or a solution (row 3), 1 with half a character (a lone surrogate) "
-    told += "(row 4), 1 longer than --max-prompt-length 99 (row 6), "
-    told += "1 also in the evaluation data (row 8)\n2 training and 3 of 3 evaluation prompts\n"
+    rows += [("\ud83d?", pair), ("One?", LILY), ("Why? " * 99, pair), ("A ?", pair)]
+    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
+    path = write_jsonl(tmp_path / "new.jsonl", [*rows[:-1], {**rows[-1], "of_one": 1}])
+    loaded = load_rows(path, "--people 2 --max-prompt-length 99")
+    assert [row["columns"]["of_one"] for row in loaded] == [None, 1]  # None: it is not missing
+    assert [row["asked"] for row in loaded] == ["Who?", "A ?"]
+    told = "new.jsonl: 7 rows, 4 left out: 1 whose solution --task kk cannot read (row 2), 1 with"
+    told += "out a prompt or a (boxed) solution (row 3), 1 with half a character (a lone surrogate)"
+    told += " (row 4), 1 longer than --max-prompt-length 99 (row 6)\n"
     assert capsys.readouterr().out == told  # that --people leaves rows out is no news
-    files["data"] = "not/there.jsonl"  # not looked for
-    training, evaluation = load_data("--eval-only --people 1 2 --eval-size 2", **files)
-    assert not training and [row["difficulty"] for row in evaluation] == ["1", "1", "2", "2"]
+    with pytest.raises(
+        lopti.UserError, match="; 5 not of --people 3; its columns: quiz, sol.*, of_one"
+    ):
+        load_rows(path, "--people 3 --max-prompt-length 99")
 
 
 GOOD = {"problem": "2?", "answer": "2"}
-NO_SOLUTION, NOT_READ = "without a prompt or a solution", "that cannot be read"
-BAD = [({**GOOD, "answer": x}, NO_SOLUTION) for x in (None, math.nan, -math.inf, ["3"], {"a": 3})]
-BAD += [({"question": "2?", "answer": x}, NO_SOLUTION) for x in (None, math.nan, ["3"])]
-BAD += [({"problem": "2?", "solution": 2}, NO_SOLUTION), ({"problem": "2?"}, NO_SOLUTION)]
-BAD += [({**GOOD, "problem": 5}, NOT_READ), ({"quiz": 5, "solution_text_format": LILY}, NOT_READ)]
-BAD += [({"prompt": user("2?"), "reward_model": None}, NOT_READ), (7, NOT_READ), (None, NOT_READ)]
 PARTS = [{"type": "text", "text": "2?"}]
-BAD += [({"prompt": user(x), "solution": "2"}, NOT_READ) for x in (None, PARTS, 2)]
+BAD = {  # the reason why a row is left out: such rows
+    "without a prompt or a (boxed) solution": [
+        *({**GOOD, "answer": x} for x in (None, math.nan, -math.inf, ["3"], {"a": 3}, "")),
+        *({"question": "2?", "answer": x} for x in (None, math.nan, ["3"])),
+        *({"problem": "2?", "solution": 2}, {"problem": "2?"}, {"question": "2?", "final": "2"}),
+        {"prompt": user("2?"), "reward_model": None},
+    ],
+    "that cannot be read": [
+        *({**GOOD, "problem": 5}, {"quiz": 5, "solution_text_format": "2"}),
+        *({"prompt": user(x), "solution": "2"} for x in (None, PARTS, 2)),
+    ],
+    "without columns": [7, None, [GOOD]],
+    "whose solution says that there is none": [
+        {**GOOD, "answer": x} for x in ("proof", "Not found")
+    ],
+    "whose solution is a list": [{**GOOD, "answer": x} for x in ('["2"]', "['2', '3']")],
+    "whose solution is a sentence": [{"question": "2?", "answer": "One and one are two, so 2"}],
+    "with LaTeX of which JSON has taken a part": [
+        *(
+            {**GOOD, "answer": f"3{x}"}
+            for x in ("\frac12", "\times 2", "\bar x", "\right)", "\neq 2")
+        ),
+        {**GOOD, "problem": "\frac12?"},
+    ],
+    "with choices that its question does not show": [{**GOOD, "choices": ["7", "8"]}],
+}
 
 
-@pytest.mark.parametrize(("bad", "reason"), BAD)
+@pytest.mark.parametrize(
+    ("reason", "bad"), [(why, row) for why, rows in BAD.items() for row in rows]
+)
 def test_a_bad_row_is_left_out_and_counted_with_its_number(bad, reason, tmp_path, capsys):
-    path = write_jsonl(tmp_path / "rows.jsonl", [GOOD, bad, GOOD])
-    rows = rewards.load_rows(path, arguments("--task math"), TOKENIZER)
+    rows = load_rows(write_jsonl(tmp_path / "rows.jsonl", [GOOD, bad, {**GOOD, "options": ["2"]}]))
     told = capsys.readouterr().out
     assert len(rows) == 2 and told.startswith(f"rows.jsonl: 3 rows, 1 left out: 1 {reason} (")
     assert told.endswith("(row 2)\n")
 
 
-def test_a_csv_file_of_excel_and_a_cell_too_many(tmp_path, capsys):
+def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
+    answers = [
+        "2",
+        "Yes",
+        r"\frac12\text{ hours}",
+        "8:30 AM",
+        r"\forall x",
+        "1,2",
+        r"\{1\}",
+        "9 / ",
+    ]
+    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "answer": x} for x in answers])
+    assert len(load_rows(path)) == 8
+    assert (
+        "left out: ; 3 solutions are compared as text: see math-verify" in capsys.readouterr().out
+    )
+
+
+def test_csv_files(tmp_path, capsys):
+    """Of Excel, with a cell too many, and with two columns of one name."""
     path = tmp_path / "rows.csv"
     path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
-    (row,) = rewards.load_rows(path, arguments("--task math"), TOKENIZER)
+    (row,) = load_rows(path)
     assert row["columns"] == {**GOOD, "note": ""}
     assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
+    path.write_text("problem,answer,answer\n2?,2,3\n")
+    with pytest.raises(lopti.UserError, match="two columns of one name"):
+        load_rows(path)
+
+
+def test_stored_values_are_read_as_they_were_meant(tmp_path):
+    kinds = {"b": datasets.Value("binary"), "f": datasets.Value("float32")}
+    kinds["c"] = datasets.ClassLabel(names=["no", "yes"])
+    for name, value, text in (("b", b"2", "2"), ("f", 0.3, "0.3"), ("c", 1, "yes")):
+        features = datasets.Features({"problem": datasets.Value("string"), "answer": kinds[name]})
+        data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
+        data.to_parquet(tmp_path / "a.parquet")
+        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [text]
+    data.select([]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(lopti.UserError, match="it has no rows"):
+        load_rows(tmp_path / "a.parquet")
 
 
 def test_one_level_makes_one_group(tmp_path):
     levels = [1, 1.0, "1", "1.0", None, "", math.nan, "Level 5"]
     path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": x} for x in levels] + [GOOD])
-    rows = rewards.load_rows(path, arguments("--task math"), TOKENIZER)
     expected = ["1"] * 4 + ["all"] * 3 + ["Level 5", "all"]
-    assert [row["difficulty"] for row in rows] == expected
+    assert [row["difficulty"] for row in load_rows(path)] == expected
 
 
 def test_prompts_begin_as_the_model_is_used_to():
@@ -1163,14 +1255,8 @@ def test_prompts_begin_as_the_model_is_used_to():
     tokenizer._tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=first)
     assert rewards.render_prompt(tokenizer, user("Lily")) == "<|user|>Lily<|assistant|>"
     words = f"{task.system}\n\nLily"
-    asked = tokenizer, task.messages("Lily"), task.opening
-    gemma = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    tokenizer.chat_template = gemma + TOKENIZER.chat_template
-    assert rewards.render_prompt(*asked) == f"<|user|>{words}<|assistant|><think>"
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        rewards.render_prompt(*asked)
     tokenizer.chat_template = None  # a base model
+    asked = tokenizer, task.messages("Lily"), task.opening
     assert rewards.render_prompt(*asked) == f"<|bos|>{words}\n\n<think>"
     assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
     rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
@@ -1180,17 +1266,38 @@ def test_prompts_begin_as_the_model_is_used_to():
         assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
 
 
+TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content }}{% endfor %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"])
+def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
+    """Gemma's refuses a system message, others drop it; DeepSeek's opens <think> itself."""
+    tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
+    tokenizer.chat_template = template
+    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+    assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
+    assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
+    for template, reason in (
+        ("{{ messages[-1].content[0].text }}", "leaves out"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ):
+        tokenizer.chat_template = template
+        with pytest.raises((lopti.UserError, TemplateError), match=reason):
+            rewards.render_prompt(tokenizer, task.messages("Lily"))
+
+
 def test_data_are_read_as_they_are_written(tmp_path):
     """No dates, floats or lines are made of what is text, a long number, or one line. A mark at the
     beginning, empty lines, capitals in the name and 1e+20 for a number are nobody's intention."""
-    problem, flags = "Two\u2028lines?", "--task math --eval-only --eval-data {0}"
+    problem = "Two\u2028lines?"
     answers = ["2021-03-04", "2021-03-04 05:06:07", 12345678901234567890123, "0.10", "1e3"]
     numbers = {1e20: "1" + "0" * 20, -2.0: "-2", 0.5: "0.5"}
     rows = [{"problem": problem, "answer": x} for x in (*answers, *numbers)]
     rows = [json.dumps(row, ensure_ascii=False) for row in rows]
     for name, text in (("a.JSONL", "\n\n".join(rows) + "\n\n"), ("a.json", f"[{','.join(rows)}]")):
         (tmp_path / name).write_text(text, encoding="utf-8-sig")
-        _, loaded = load_data(flags.format(tmp_path / name))
+        loaded = load_rows(tmp_path / name)
         assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
         assert all(problem in row["prompt"] for row in loaded)
 
@@ -1202,8 +1309,8 @@ def test_a_data_set_with_configurations_and_splits(tmp_path):
         write_jsonl(tmp_path / f"{name}.jsonl", [{"quiz": name, **KK_TRUTH}] * 2)
         card += f"  - split: {name}\n    path: {name}.jsonl\n"
     (tmp_path / "README.md").write_text(card + "---\n")
-    rows = rewards.load_rows(f"{tmp_path}:train:a+b", arguments("--people 1"), TOKENIZER)
-    assert [row["question"] for row in rows] == ["a", "a", "b", "b"]
+    rows = load_rows(f"{tmp_path}:train:a+b", "--people 1")
+    assert [row["asked"] for row in rows] == ["a", "a", "b", "b"]
 
 
 def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
@@ -1219,19 +1326,32 @@ def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
 
 class FromTheData:  # a callable without a name of its own; other tests have plain functions
     def __call__(self, completions, value, prompts, **columns):
-        return [x or 0 for x in value]
+        answer = value if len(value) != 2 or value[0] != "set" else {1: 0.5, 2: 0.5}
+        completions.clear(), prompts.clear(), columns["solution"].clear()
+        return value.pop() if isinstance(value[0], list) else answer
 
 
 from_the_data = FromTheData()
 
 
-def test_a_reward_function_of_ones_own():
-    """It gets every column of every row, as in TRL; it returns one finite number a response."""
-    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
-    for values in ((None, 6.5), (1, math.nan), (1, math.inf), (1, 2, 3)):
+def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
+    """It gets a copy of every column of every row, as in TRL, and strings; it returns one finite
+    number a response. A file of one's own is not ours of the same name."""
+    flags = f"--reward {__name__}:from_the_data --solved-reward 1"
+    bad = ((None, 1), (1, math.nan), (1, math.inf), ([1, 2, 3],) * 2, ("set", 1), ("a", "b"))
+    for values in ((0, 6.5), ([1.0, 0], [0, 6.5]), *bad):
         rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
-        with nullcontext() if values[0] is None else pytest.raises(lopti.UserError, match="from_"):
-            assert lopti.compute_rewards(["a", "b"], rows, args) == [0.0, 6.5]
+        texts, before = ["a", "b"], copy.deepcopy(rows)
+        with pytest.raises(lopti.UserError, match="from_") if values in bad else nullcontext():
+            assert lopti.compute_rewards(texts, rows, arguments(flags)) == [0.0, 6.5]
+        assert texts == ["a", "b"] and str(rows) == str(before)
+    row = {"question": "Why?", "answer": "Because the earth turns around the sun"}
+    (loaded,) = load_rows(write_jsonl(tmp_path / "a.jsonl", [row]), f"--task math {flags}")
+    assert loaded["prompt"] == "<|user|>Why?<|assistant|>"  # no word of ours: no \\boxed{}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rewards.py").write_text("def kk_reward(**columns): return [1.0]")
+    with pytest.raises(lopti.UserError, match="rename your file"):
+        rewards.load_function("rewards:kk_reward")
 
 
 # ------------------------------------------------------------------------------ flags and runs
