@@ -780,11 +780,10 @@ def load_model(name, device):
 
 
 def checkpoint_layers(model):
-    """Keep each layer's input only, and compute the rest again in the backward pass.
-
-    Not HF's own switch, which works in training mode only, and so with dropout.
-    """
-    for layer in model.modules():
+    """Keep each layer's input only, and compute the rest again in the backward pass."""
+    for (
+        layer
+    ) in model.modules():  # HF's own switch works in training mode only, and so with dropout
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
