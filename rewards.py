@@ -435,7 +435,7 @@ class Task:
         return [*system, {"role": "user", "content": question + self.request}]
 
     def table_text(self, tables):
-        """Tables of `accuracy` {title: table} as text: a line for each measure and difficulty."""
+        """Tables of `tally` {title: table} as text: a line for each measure and difficulty."""
         first = next(iter(tables.values()))
         lines = [("", self.difficulty, "prompts", *tables)]
         for measure in [name for name in next(iter(first.values())) if name != "prompts"]:
@@ -760,13 +760,13 @@ def load_function(place):
 # ------------------------------------------------- From the rewards of held-out rows to an accuracy
 
 
-def accuracy(rows, answers, solved_reward):
+def tally(rows, answers, solved_reward):
     """Greedy accuracy, avg@k and pass@k per difficulty, each (mean, low, high); and mean reward.
 
     `answers` has (response, reward) pairs for each row, the greedy one first, then k samples.
     Returns {difficulty: {"prompts": n, "greedy": ..., "avg@k": ..., "pass@k": ..., "reward": ...}}.
 
-    >>> table = accuracy([{"difficulty": "2"}], [[("a", 3.0), ("b", 3.0), ("c", -1.0)]], 3.0)
+    >>> table = tally([{"difficulty": "2"}], [[("a", 3.0), ("b", 3.0), ("c", -1.0)]], 3.0)
     >>> table["2"]["avg@2"][0], table["2"]["reward"]
     (0.5, (1.0,))
     """
