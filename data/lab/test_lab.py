@@ -165,12 +165,12 @@ def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     folder = Path(shutil.copytree(TINY, tmp_path / "base"))
     (folder / "chat_template.jinja").unlink()
     flags = f"--task math --data {data} --model {folder} --max-new-tokens 1 --group-size 2"
-    (prompt,) = page_data(flags, tmp_path / "page.html")["prompts"]
+    prompt, *_ = page_data(flags, tmp_path / "page.html")["prompts"]
     assert html in prompt["text"] and prompt["solution"] == html
     assert [len(answer["texts"]) for answer in prompt["answers"]] == [1, 1]
     missing = lambda: pages.main(["--model", str(tmp_path / "nothing")])
     assert lopti.exit_code(missing, "tokens.py") == 2
-    assert capsys.readouterr().err.startswith("tokens.py: cannot load the model")
+    assert capsys.readouterr().err.startswith("tokens.py: cannot load --model")
 
 
 # ------------------------------------------------------------------------------ the programs
