@@ -4,9 +4,8 @@ r"""The tasks: rule-based rewards for puzzles and mathematics, their prompts, an
     math_reward(completions, solution, **columns) -> list[float]    1 or 0 each
 
 A completion is a string, or a list of chat messages whose last one counts. Any text gets a reward;
-none raises. TRL calls rewards so, and both drop in unchanged (the data need a column `solution`):
+none raises. TRL calls rewards in this way (the data set needs a column `solution`):
 
-    from rewards import kk_reward
     GRPOTrainer("Qwen/Qwen2.5-3B-Instruct", reward_funcs=kk_reward, train_dataset=puzzles).train()
 """
 
@@ -49,9 +48,8 @@ ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so tim
 def kk_reward(completions, solution, **columns):
     r"""Rewards of answers to Knights-and-Knaves puzzles; 3.0 is a right one in the right format.
 
-    A solution is a text like "(1) Zoey is a knight\n(2) Oliver is a knave". Of `columns` only
-    `prompts` is read: a prompt that ends in <think> has opened that tag for its completion, and
-    without `prompts` every one has.
+    A solution is a text like "(1) Zoey is a knight\n(2) Oliver is a knave". A prompt among the
+    `columns` that ends in <think> has opened that tag; without `prompts` every one has.
     """
     prompts = columns.get("prompts") or ["<think>"] * len(completions)
     rewards = []
@@ -98,9 +96,9 @@ def read_roles(text, names=None):
 
 
 # ------------------------------------------------------------------------------------- Mathematics
-# Both answers are cut into tokens and parsed into trees. A tree is a Fraction, a name (str), or a
-# tuple (operator, *parts). Trees are compared by value, with fixed values for the variables; what
-# is not an expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
+# Both answers are cut into tokens and parsed into trees. A tree is a name (str) or a tuple: a number
+# ("", Fraction), or (operator, *parts). Trees are compared by value, with fixed values for the
+# variables; what is not an expression is compared as text. Fractions stay exact: 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
@@ -240,13 +238,13 @@ def parse(tokens):
     """Tokens → the tree of an answer; a list is a set.
 
     >>> parse(["2", "x", "-", "y"])
-    ('+', ('*', Fraction(2, 1), 'x'), ('-', 'y'))
+    ('+', ('*', ('', Fraction(2, 1)), 'x'), ('-', 'y'))
     """
     tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
     tree = expression(tokens)
     if tokens != [""]:
         raise ValueError(f"cannot read {tokens}")
-    return ("{}", *tree[1:]) if head(tree) in (",", ";") else tree
+    return ("{}", *tree[1:]) if tree[0] in (",", ";") else tree
 
 
 def is_read(text):
@@ -255,11 +253,6 @@ def is_read(text):
         return len(text) <= MAX_LENGTH and bool(parse(tokenize(text)[0]))
     except NOT_READ:
         return False
-
-
-def head(tree):
-    """The operator of a tree; a Fraction or a name stands for itself."""
-    return tree[0] if isinstance(tree, tuple) else tree
 
 
 def expression(tokens, level=1):
@@ -281,24 +274,24 @@ def operand(tokens):
     if token in ("+", "-"):
         tree = expression(tokens, SIGN)
         if token == "-":  # -5 is a number, -(-5) is not
-            return -tree if isinstance(tree, Fraction) and tree > 0 else ("-", tree)
+            return ("", -tree[1]) if tree[0] == "" and tree[1] > 0 else ("-", tree)
         return tree
     if token in ("(", "[", "{", r"\{", r"\begin"):
         tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
-        if head(tree) == "," or (head(tree) == ";" and kind == "{}"):
+        if tree[0] == "," or (tree[0] == ";" and kind == "{}"):
             return (kind, *tree[1:])
         return tree if kind in ("()", "[]", "{}") else (kind, tree)  # (5), {5} are 5
     if token == r"\frac":
         return join(expression(tokens, OPERAND), "/", expression(tokens, OPERAND))
     if token == r"\sqrt":
-        degree = expression(tokens, OPERAND) if tokens[0] == "[" else Fraction(2)
-        return ("^", expression(tokens, OPERAND), ("/", Fraction(1), degree))
+        degree = expression(tokens, OPERAND) if tokens[0] == "[" else ("", 2)
+        return ("^", expression(tokens, OPERAND), ("/", ("", 1), degree))
     if re.fullmatch(NAME, token):
         return token
     whole, *part = map(Fraction, re.split("[ /]+", token))  # 2, or the mixed number 2 1/3
     if not token.isascii() or (part and not part[0] < part[1] == Fraction(*part).denominator):
         raise ValueError(f"not a number in lowest terms: {token!r}")
-    return whole + Fraction(*part) if part else whole
+    return ("", whole + Fraction(*part) if part else whole)
 
 
 def join(left, operation, right):
@@ -306,31 +299,32 @@ def join(left, operation, right):
 
     3/4 is a number, 6/8 an operation that is left to do. 'name=' is the sign behind a label.
     """
-    names = left[1:] if head(left) in ("*", "()") else [left]
-    if operation == "/" and isinstance(left, Fraction) and isinstance(right, Fraction):
-        if abs(right) == (left / right).denominator > 1:
-            return left / right
+    names = left[1:] if left[0] in ("*", "()") else [left]
+    if operation == "/" and left[0] == right[0] == "":
+        if abs(right[1]) == (left[1] / right[1]).denominator > 1:
+            return ("", left[1] / right[1])
     elif operation in ("=", r"\approx") and all(isinstance(name, str) for name in names):
         operation = "name="  # x = 5, f(x) = 5, (x, y) = (1, 2)
     elif operation == "-":
         operation, right = "+", ("-", right)
     elif operation in (">", ">="):
         operation, left, right = operation.replace(">", "<"), right, left
-    is_flat = operation in (";", ",", r"\cup", "+", "*") and head(left) == operation
+    is_flat = operation in (";", ",", r"\cup", "+", "*") and left[0] == operation
     return (operation, *(left[1:] if is_flat else [left]), right)
 
 
 def same_answer(answer, truth):
     """Whether two trees agree; numbers and expressions by value. x = 5 says 5. A set has no order,
     but where only one answer names its values, as in x = 1, y = 2, these have one."""
-    if (head(answer) == "name=") != (head(truth) == "name="):
-        answer, truth = (tree[2] if head(tree) == "name=" else tree for tree in (answer, truth))
-    if all(head(tree) not in STRUCTURES for tree in (answer, truth)):
+    trees = (answer, truth)
+    if (answer[0] == "name=") != (truth[0] == "name="):
+        answer, truth = trees = [tree[2] if tree[0] == "name=" else tree for tree in trees]
+    if not any(tree[0] in STRUCTURES for tree in trees):
         return same_value(answer, truth)
-    if head(answer) != head(truth) or len(answer) != len(truth):
+    if answer[0] != truth[0] or len(answer) != len(truth):
         return False
-    names = [{x[1] for x in tree[1:] if head(x) == "name="} for tree in (answer, truth)]
-    if head(truth) not in ("{}", r"\cup") or (len(names[0]) > 1) != (len(names[1]) > 1):
+    names = [len({part[1] for part in tree[1:] if part[0] == "name="}) > 1 for tree in trees]
+    if truth[0] not in ("{}", r"\cup") or names[0] != names[1]:
         return all(map(same_answer, answer[1:], truth[1:]))
     partners = list(truth[1:])
     for item in answer[1:]:
@@ -353,30 +347,29 @@ def same_value(answer, truth):
         exact = all(isinstance(number, Fraction) for number in values)
         if not (values[0] == values[1] if exact else cmath.isclose(*values)):
             return False
-    if isinstance(answer, Fraction) or isinstance(truth, Fraction):
-        return isinstance(answer, Fraction)
+    if "" in (answer[0], truth[0]):
+        return answer[0] == ""
     trees = (answer, truth)
-    sums = [x[1] if head(x) == "/" and isinstance(x[2], Fraction) else x for x in trees]
-    sizes = [[len(x) if head(x) == "+" else 2 for x in pair] for pair in (trees, sums)]
+    sums = [tree[1] if tree[0] == "/" and tree[2][0] == "" else tree for tree in trees]
+    sizes = [[len(x) if x[0] == "+" else 2 for x in pair] for pair in (trees, sums)]
     return any(first == second for first, second in sizes)
 
 
 def value(tree, sign):
     """The number that a tree stands for; a variable is a fixed fraction of that sign."""
-    if isinstance(tree, Fraction):
-        return tree
+    if tree[0] == "":
+        return Fraction(tree[1])
     if isinstance(tree, str):
         some = random.Random(f"{sign} {tree}").randrange(5000, 15000)
         return NAMED_VALUES.get(tree) or sign * Fraction(some, 10007)
     first, *others = (value(part, sign) for part in tree[1:])
     if tree[0] == "^" and len(str(first)) * abs(others[0]) > MAX_DIGITS:
         raise ValueError("too large")
-    if tree[0] == "-":
-        return -first
-    return functools.reduce(OPERATIONS[tree[0]], others, first)
+    return functools.reduce(OPERATIONS[tree[0]], others, -first if tree[0] == "-" else first)
 
 
 OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
+OPERATIONS["-"] = operator.sub  # of one part
 
 
 # ------------------------------------------ The two tasks: what is asked, and what a response earns
@@ -516,10 +509,8 @@ def load_rows(source, args, tokenizer):
         rows = [row for row in rows if int(row["difficulty"]) in args.people]
     found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
     if not rows:
-        raise UserError(
-            f"no prompts are left of {source} for this --task and --people, see data/GUIDE.md: "
-            f"{found}; its columns: {', '.join(map(str, names))}"
-        )
+        found += f" (its columns: {', '.join(map(str, names))}; --people: {args.people})"
+        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {found}")
     if told:
         print(f"{Path(source).name}: {found}")
     return rows
@@ -596,13 +587,12 @@ def read_table(source):
 
     def as_meant(value, kind):
         """A class by its name; float32 .3 without the digits that it gets as float64."""
-        if isinstance(value, dict) and isinstance(kind, dict):
+        if isinstance(value, dict):
             return {name: as_meant(value[name], kind[name]) for name in value}
-        if isinstance(value, int) and hasattr(kind, "names"):
-            return kind.names[value] if value >= 0 else None
-        if isinstance(value, float) and kind.dtype in ("float16", "float32"):
-            return float(str(numpy.dtype(kind.dtype).type(value)))
-        return value
+        if isinstance(value, int) and hasattr(kind, "int2str"):
+            return kind.int2str(value)
+        short = isinstance(value, float) and kind.dtype == "float32"
+        return float(str(numpy.float32(value))) if short else value
 
     return [as_meant(row, data.features) for row in data.to_list()]
 
@@ -614,7 +604,8 @@ def make_row(columns, args, tokenizer):
         raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
-    question, solution = map(lambda x: x or "", question_and_solution(columns))
+    question, solution = question_and_solution(columns)
+    question, solution = question or "", to_text(solution).strip()
     task, prompt, opening = TASKS[args.task], question, ""
     if question != columns.get("prompt"):  # which is a whole one
         prompt, opening = task.messages(question), task.opening
@@ -626,7 +617,6 @@ def make_row(columns, args, tokenizer):
     if not all(str(choice) in question for choice in choices):
         raise UserError("with choices that its question does not show")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
-    solution = to_text(solution).strip()
     return {
         "asked": " ".join(question.split()),
         "key": " ".join(question.split()).casefold(),
