@@ -156,10 +156,10 @@ mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter
 km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
 s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
 child children|man men|woman women|boy|girl|friend|book|page|apple|orange|egg|cookie|marble|ball
-card|coin|car|animal|tree|game|question|side|edge|face|triangle|item|<= ≤ \le \leq \leqslant
->= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\sqrt √
-\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
-\text \mathrm \mbox \textbf"""  # rows of known units, and of spellings: the first of a row is used
+card|coin|car|tree|game|<= ≤ \le \leq \leqslant|>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt
+= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\sqrt √|\frac12 ½|\binom \dbinom \tbinom
+\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac \dfrac \tfrac \cfrac|\text \mathrm \mbox \textbf"""
+# Known units, and spellings: of a row separated by | the first is used.
 FIRST = {word: row.split()[0] for row in re.split(r"[|\n]", FIRST) for word in row.split()}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 REWRITES = (  # in this order: what can be written in several ways is written in one
@@ -200,8 +200,7 @@ UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quarter)(
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
 TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
-    | {FUNCTION}\s*(?:[_^]\s*(?:[0-9]|\{{[0-9]+\}}))?\s*                          # \ln 2x
-      (?:\([^()]*\)|\{{[^{{}}]*\}}|[0-9A-Za-z]+)
+    | {FUNCTION}\s*(?:[_^]\s*(?:[0-9]|\{{[0-9]+\}}))?\s*(?:\([^()]*\)|\{{[^{{}}]*\}}|[0-9A-Za-z]+)
     | (?:[0-9]+|[A-Za-z])_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+ # 1204_9, 2 1/3
     | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
@@ -209,8 +208,7 @@ TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\
 def tokenize(text):
     r"""LaTeX → its tokens, and its units by their names in FIRST. Spacing disappears.
 
-    A comma joins 1,200 but not (1,200), which is a point. A unit is words behind a number, known or
-    not. Letters alone are one word, so ABC is not CAB.
+    A comma joins 1,200 but not (1,200), which is a point. Letters alone are one word.
     >>> tokenize(r"x = 1,200 \text{ square feet}"), tokenize("two lines")
     ((['x', '=', '1200'], ['ft']), (['twolines'], []))
     """
@@ -237,22 +235,14 @@ FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front,
 def parse(tokens):
     """Tokens → the tree of an answer; a list is a set.
 
-    >>> parse(["2", "x", "-", "y"])
-    ('+', ('*', ('', Fraction(2, 1)), 'x'), ('-', 'y'))
+    >>> parse(["2", "x", "+", "y"])
+    ('+', ('*', ('', Fraction(2, 1)), 'x'), 'y')
     """
     tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
     tree = expression(tokens)
     if tokens != [""]:
         raise ValueError(f"cannot read {tokens}")
     return ("{}", *tree[1:]) if tree[0] in (",", ";") else tree
-
-
-def is_read(text):
-    """Whether an answer is read as an expression; if not, it is compared as text."""
-    try:
-        return len(text) <= MAX_LENGTH and bool(parse(tokenize(text)[0]))
-    except NOT_READ:
-        return False
 
 
 def expression(tokens, level=1):
@@ -274,7 +264,7 @@ def operand(tokens):
     if token in ("+", "-"):
         tree = expression(tokens, SIGN)
         if token == "-":  # -5 is a number, -(-5) is not
-            return ("", -tree[1]) if tree[0] == "" and tree[1] > 0 else ("-", tree)
+            return ("", -tree[1]) if tree[0] == "" and tree[1] > 0 else ("*", ("", -1), tree)
         return tree
     if token in ("(", "[", "{", r"\{", r"\begin"):
         tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
@@ -288,10 +278,10 @@ def operand(tokens):
         return ("^", expression(tokens, OPERAND), ("/", ("", 1), degree))
     if re.fullmatch(NAME, token):
         return token
-    whole, *part = map(Fraction, re.split("[ /]+", token))  # 2, or the mixed number 2 1/3
-    if not token.isascii() or (part and not part[0] < part[1] == Fraction(*part).denominator):
+    whole, *part = token.split()  # 2, or the mixed number 2 1/3
+    if not token.isascii() or (part and not str(Fraction(part[0]) % 1) == part[0]):
         raise ValueError(f"not a number in lowest terms: {token!r}")
-    return ("", whole + Fraction(*part) if part else whole)
+    return ("", Fraction(whole) + sum(map(Fraction, part)))
 
 
 def join(left, operation, right):
@@ -306,7 +296,7 @@ def join(left, operation, right):
     elif operation in ("=", r"\approx") and all(isinstance(name, str) for name in names):
         operation = "name="  # x = 5, f(x) = 5, (x, y) = (1, 2)
     elif operation == "-":
-        operation, right = "+", ("-", right)
+        operation, right = "+", ("*", ("", -1), right)
     elif operation in (">", ">="):
         operation, left, right = operation.replace(">", "<"), right, left
     is_flat = operation in (";", ",", r"\cup", "+", "*") and left[0] == operation
@@ -339,8 +329,8 @@ def same_value(answer, truth):
     """Whether an expression has the value of another, and its form.
 
     Fractions are compared exactly, other numbers to nine digits; variables get two fixed values.
-    5 + 6 is not the number 11. A sum, be it over a number, must have as many terms: x^2 - 1 is not
-    (x - 1)(x + 1), where the factors are asked for, nor the other way round.
+    5 + 6 is no number. A sum, be it over a number, must have as many terms: x^2 - 1 is not
+    (x - 1)(x + 1), where the factors are asked for.
     """
     for sign in (1, -1):
         values = value(answer, sign), value(truth, sign)
@@ -365,14 +355,13 @@ def value(tree, sign):
     first, *others = (value(part, sign) for part in tree[1:])
     if tree[0] == "^" and len(str(first)) * abs(others[0]) > MAX_DIGITS:
         raise ValueError("too large")
-    return functools.reduce(OPERATIONS[tree[0]], others, -first if tree[0] == "-" else first)
+    return functools.reduce(OPERATIONS[tree[0]], others, first)
 
 
 OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
-OPERATIONS["-"] = operator.sub  # of one part
 
 
-# ------------------------------------------ The two tasks: what is asked, and what a response earns
+# ---------------------- The two tasks: from a data file to rows, a prompt, responses and a reward
 
 KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then \
 answer it. Write your reasoning between <think> and </think>, and after it your final answer \
@@ -425,11 +414,9 @@ def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
-    value = value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        value = value.decode()
     return "" if value is None or isinstance(value, (list, dict)) else str(value)
-
-
-# ------------------ From a data file to rows, from a row to a prompt, from a response to its reward
 
 
 class UserError(Exception):
@@ -463,10 +450,10 @@ def load_data(args, tokenizer):
         held_out = random.Random(0).sample(rows, min(500, math.ceil(len(rows) / 10)))
     else:
         held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-    training, keys = [], {row["key"] for row in held_out}
-    for row in rows:
-        if not any(key in row["key"] or row["key"] in key for key in keys):
-            training.append(row)
+    keys = {row["key"] for row in held_out}
+    training = [
+        row for row in rows if not any(key in row["key"] or row["key"] in key for key in keys)
+    ]
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
@@ -502,9 +489,12 @@ def load_rows(source, args, tokenizer):
     told = []
     for why, them in left_out.items():
         told.append(f"{len(them)} {why} (row {', '.join(map(str, them[:9]))})")
-    texts = [row for row in rows if args.task == "math" and not is_read(row["solution"])]
-    if texts and not args.reward:
-        told.append(f"{len(texts)} compared as text (see math-verify in data/GUIDE.md)")
+    if args.task == "math" and not args.reward:
+        texts = len(rows)
+        for row in rows:
+            with suppress(*NOT_READ):
+                texts -= bool(parse(tokenize(row["solution"])[0]))
+        told += [f"{texts} compared as text (see math-verify in data/GUIDE.md)"] * bool(texts)
     if args.task == "kk":
         rows = [row for row in rows if int(row["difficulty"]) in args.people]
     found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
@@ -550,13 +540,11 @@ def check_row(row, args, tokenizer):
 
 def prompt_stream(rows, size, seed, skip=0):
     """Endless batches of `size` rows, in a new random order each time through."""
-    generator, order = random.Random(seed), []
-    for number in itertools.count():
-        while len(order) < size:
-            order += generator.sample(rows, len(rows))
-        batch, order = order[:size], order[size:]
-        if number >= skip:
-            yield batch
+    generator = random.Random(seed)
+    epochs = (generator.sample(rows, len(rows)) for _ in itertools.count())
+    stream = itertools.islice(itertools.chain.from_iterable(epochs), size * skip, None)
+    while True:
+        yield list(itertools.islice(stream, size))
 
 
 def read_table(source):
