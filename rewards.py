@@ -66,8 +66,7 @@ def kk_reward(completions, solution, **columns):
 def score_puzzle(text, roles):
     """The reward of one response: format (1 or -1) plus answer (2, -1.5 or -2).
 
-    The format holds if all four tags occur once each and in order. A <think> in the response is
-    one too many where the prompt has opened it, as in the published code.
+    All four tags must occur once each and in order, as in the published code.
     >>> score_puzzle("<think>So.</think><answer>Zoey is a knight</answer>", {"zoey": "knight"})
     3.0
     """
@@ -96,9 +95,9 @@ def read_roles(text, names=None):
 
 
 # ------------------------------------------------------------------------------------- Mathematics
-# Both answers are cut into tokens and parsed into trees. A tree is a name (str) or a tuple: a number
-# ("", Fraction), or (operator, *parts). Trees are compared by value, with fixed values for the
-# variables; what is not an expression is compared as text. Fractions stay exact: 0.333 is not 1/3.
+# Both answers are cut into tokens and parsed into trees. A tree is a name, a number ("", Fraction) or
+# (operator, *parts). Trees are compared by value, with fixed values for variables; what is no
+# expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
@@ -158,22 +157,21 @@ s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|pe
 child children|man men|woman women|boy|girl|friend|book|page|apple|orange|egg|cookie|marble|ball
 card|coin|car|tree|game|<= ≤ \le \leq \leqslant|>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt
 = ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\sqrt √|\frac12 ½|\binom \dbinom \tbinom
-\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac \dfrac \tfrac \cfrac|\text \mathrm \mbox \textbf"""
+\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac \dfrac \tfrac \cfrac|\text \mathrm \mbox \textbf
+\text{percent} % \%|\text{degree} ° \degree|\text{dollar} \$|\text{euro} €"""
 # Known units, and spellings: of a row separated by | the first is used.
 FIRST = {word: row.split()[0] for row in re.split(r"[|\n]", FIRST) for word in row.split()}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
     (r"\\\\", ";"),
-    (r"\\[A-Za-z]+|[^\x00-\x7f]", lambda word: FIRST.get(word[0], word[0]) + " "),
+    (r"(\\\$|€)\s*(-?[0-9][0-9,.]*)", r"\2\1"),
+    (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: FIRST.get(sign[0], sign[0]) + " "),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
     (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
     (r"\\end\s*\{array\}(?:\s*[\])])?|\\end\s*\{[bp]?matrix\}", r"\\end "),  # a kind of bracket
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\\\$\s*(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),
-    (r"€\s*(-?[0-9]*\.?[0-9]+)|([0-9]) *€", r"\1\2\\text{euros}"),
-    (r"\\?%", r"\\text{percent}"),
-    (r"\^\s*\{?\s*\\circ *\}?|\\degree|°", r"\\text{degrees}"),
+    (r"\^\s*\{?\s*\\circ *\}?", r"\\text{degree}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
     (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
     (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
@@ -195,8 +193,7 @@ REWRITES = (  # in this order: what can be written in several ways is written in
 )
 KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, FIRST))})s?)\b\.?"
 UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quarter)([a-z][a-z./^23\ ]*)\}}
-    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
-    )(?:\s*\^\s*\{{?[23]\}}?)?"""
+    |(?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*))(?:\s*\^\s*\{{?[23]\}}?)?"""
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
 TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
