@@ -95,9 +95,9 @@ def read_roles(text, names=None):
 
 
 # ------------------------------------------------------------------------------------- Mathematics
-# Both answers are cut into tokens and parsed into trees. A tree is a name, a number ("", Fraction) or
-# (operator, *parts). Trees are compared by value, with fixed values for variables; what is no
-# expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
+# Both answers are cut into tokens and parsed into trees. A tree is a name, a number ("", Fraction)
+# or (operator, *parts). Trees are compared by value, with fixed values for the variables; what is
+# no expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
@@ -141,7 +141,7 @@ def answers_match(predicted, expected):
     if max(len(predicted), len(expected)) > MAX_LENGTH:
         return predicted == expected
     (answer, units), (truth, true_units) = tokenize(predicted), tokenize(expected)
-    right_units = units == true_units if true_units else FIRST.keys() >= set(units)
+    right_units = units == true_units if true_units else STANDARD.keys() >= set(units)
     if not answer or (units and not right_units):
         return False
     try:
@@ -150,23 +150,23 @@ def answers_match(predicted, expected):
         return False
 
 
-FIRST = r"""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram|kg kilogram
+STANDARD = r"""percent|degree deg|radian|dollar usd|cent|euro|lb pound|oz ounce|g gram|kg kilogram
 mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
 km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
 s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
-child children|man men|woman women|boy|girl|friend|book|page|apple|orange|egg|cookie|marble|ball
-card|coin|car|tree|game|<= ≤ \le \leq \leqslant|>= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt
-= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\sqrt √|\frac12 ½|\binom \dbinom \tbinom
-\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac \dfrac \tfrac \cfrac|\text \mathrm \mbox \textbf
+child children|man men|woman women|book|page|apple|ball|card|coin|<= ≤ \le \leq \leqslant|< \lt
+>= ≥ \ge \geq \geqslant|> \gt|!= ≠ \ne \neq|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\frac12 ½
+\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\sqrt √|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
+\text \mathrm \mbox \textbf
 \text{percent} % \%|\text{degree} ° \degree|\text{dollar} \$|\text{euro} €"""
 # Known units, and spellings: of a row separated by | the first is used.
-FIRST = {word: row.split()[0] for row in re.split(r"[|\n]", FIRST) for word in row.split()}
+STANDARD = {word: row.split()[0] for row in re.split(r"[|\n]", STANDARD) for word in row.split()}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
     (r"\\\\", ";"),
     (r"(\\\$|€)\s*(-?[0-9][0-9,.]*)", r"\2\1"),
-    (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: FIRST.get(sign[0], sign[0]) + " "),
+    (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: STANDARD.get(sign[0], sign[0]) + " "),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
     (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
     (r"\\end\s*\{array\}(?:\s*[\])])?|\\end\s*\{[bp]?matrix\}", r"\\end "),  # a kind of bracket
@@ -191,19 +191,21 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
     *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
 )
-KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, FIRST))})s?)\b\.?"
-UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quarter)([a-z][a-z./^23\ ]*)\}}
-    |(?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*))(?:\s*\^\s*\{{?[23]\}}?)?"""
+KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, STANDARD))})s?)\b\.?"
+UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quart)([a-z][a-z./^23\ ]*)\}}
+    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
+    )(?:\s*\^\s*\{{?[23]\}}?)?"""
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
 TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
-    | {FUNCTION}\s*(?:[_^]\s*(?:[0-9]|\{{[0-9]+\}}))?\s*(?:\([^()]*\)|\{{[^{{}}]*\}}|[0-9A-Za-z]+)
+    | {FUNCTION}\s*(?:[_^]\s*(?:[0-9]|\{{[0-9]+\}}))?\s*                          # \ln 2x
+      (?:\([^()]*\)|\{{[^{{}}]*\}}|[0-9A-Za-z]+)
     | (?:[0-9]+|[A-Za-z])_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+ # 1204_9, 2 1/3
     | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
-    r"""LaTeX → its tokens, and its units by their names in FIRST. Spacing disappears.
+    r"""LaTeX → its tokens, and its units by their names in STANDARD. Spacing disappears.
 
     A comma joins 1,200 but not (1,200), which is a point. Letters alone are one word.
     >>> tokenize(r"x = 1,200 \text{ square feet}"), tokenize("two lines")
@@ -212,7 +214,7 @@ def tokenize(text):
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     units = re.findall("[a-z]+", " ".join(map("".join, re.findall(UNIT, text))).lower())
-    units = [FIRST.get(word, FIRST.get(word.removesuffix("s"), word)) for word in units]
+    units = [STANDARD.get(word, STANDARD.get(word.removesuffix("s"), word)) for word in units]
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", re.sub(UNIT, " ", text)).strip(" .,;")
     tokens = [re.sub(r"\s(?![0-9]+/)|(?<=[^\\])[{}()]", "", x) for x in re.findall(TOKEN, text)]
     tokens = [token.lower() if token.isalpha() and len(token) > 1 else token for token in tokens]
@@ -230,11 +232,7 @@ FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front,
 
 
 def parse(tokens):
-    """Tokens → the tree of an answer; a list is a set.
-
-    >>> parse(["2", "x", "+", "y"])
-    ('+', ('*', ('', Fraction(2, 1)), 'x'), 'y')
-    """
+    """The tree of an answer: ["x", "+", "y"] → ("+", "x", "y"). A list is a set."""
     tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
     tree = expression(tokens)
     if tokens != [""]:
@@ -509,7 +507,7 @@ UNUSABLE = (  # solutions of mathematics, and why
     (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
     (
         r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)",
-        "with LaTeX of which JSON has taken a part",
+        "with LaTeX that JSON has cut: \\f of \\frac",
     ),
 )
 
@@ -649,8 +647,8 @@ def render_chat(tokenizer, messages, opening):
 def compute_rewards(texts, rows, args):
     """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
 
-    It has TRL's signature, f(completions, solution, **columns) -> list of numbers, and gets strings,
-    also for chats, and copies of all columns of the data as lists with one entry a response.
+    It has TRL's signature, f(completions, solution, **columns) -> list of numbers. It gets strings,
+    for chats as well, and copies of all columns of the data as lists with one entry a response.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
