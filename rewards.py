@@ -225,7 +225,7 @@ NAME = r"\\(?:pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"  # or 
 NAME = rf"[A-Za-z]+(?:_.+)?|[0-9]+_.+|{NAME}|{FUNCTION}.+"
 NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
 KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
-STRUCTURES = {*KINDS, "name=", ";", "=", "!=", "<", "<=", r"\cup"}
+STRUCTURES = {*KINDS, "name=", ",", ";", "=", "!=", "<", "<=", r"\cup"}
 PRECEDENCE = {";": 1, ",": 2, "=": 3, r"\approx": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3}
 PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
