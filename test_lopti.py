@@ -857,15 +857,12 @@ def test_kk_answer():
         TRUTH + "\nso there is one knight": -1.0,  # one role word too many
         "Both are knights: " + TRUTH: -1.0,  # 'knights' counts as well
         "Jackson is a knight\nJackson is a knave": -1.0,  # Jack is not inside Jackson
-        "(1) Zoey is a knight\n(2) Oliver is a knave": -1.0,  # copied from the prompt's example
     }
     assert {answer: kk(answer) for answer in scores} == scores
-    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave\n(3) Ann is a knave"
+    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave, and Ann is a knave"
     assert kk(truth, truth=truth) == 3.0
     assert kk(truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth=truth) == -0.5
-    assert kk(truth.replace("(3) Ann", "(3) Jo Ann"), truth=truth) == -1.0
-    assert kk("Ann is a knight", truth="(1) Jo Ann is a knight") == -1.0
-    assert kk(TRUTH.replace("\n", ", and "), truth=TRUTH.replace("\n", ", and ")) == 3.0
+    assert kk(truth.replace("and Ann", "and Jo Ann"), truth=truth) == -1.0
     name = "a" * 50  # where each word could begin a name of any length, time is quadratic
     assert rewards.read_roles(f"{name} is a knight") == {name: "knight"}
     assert rewards.read_roles(f"a{name} is a knight") is None
@@ -875,14 +872,12 @@ def test_kk_format():
     responses = [
         f"<answer>{TRUTH}</answer>",  # thinking never ends
         f"</think><answer>{TRUTH}",
-        f"</think></think><answer>{TRUTH}</answer>",
         f"<answer>{TRUTH}</answer></think>",  # wrong order
         f"</think><answer>{TRUTH}</answer><answer>{TRUTH}</answer>",  # a second answer
         f"The form is <answer> </answer>.</think><answer>{TRUTH}</answer>",  # copied tags
-        f"<think></think><answer>{TRUTH}</answer>",  # the prompt opened <think> already
         *(None, [], [{"role": "assistant", "content": None}]),
     ]
-    assert rewards.kk_reward(responses, [TRUTH] * 10) == [-3.0] * 10
+    assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
     for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
         for prompt in (asked, user(asked)):
             assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
@@ -902,7 +897,6 @@ def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
 
 def test_extract_boxed():
     contents = {
-        r"\boxed{1} or \boxed{2}": "2",
         r"\boxed{1} or \fbox{2}": "2",
         r"\boxed{\frac{1}{2}} }": r"\frac{1}{2}",
         r"$\boxed 5$ eggs": "5",
@@ -910,7 +904,6 @@ def test_extract_boxed():
         r"\boxed{1}</think> I forgot.": None,
         r"\boxed{1} no: \boxed{2": None,
         r"\boxed{1} or \boxed{}": "",
-        r"\boxed{%s}" % ("9" * (rewards.MAX_BOX - 1)): "9" * (rewards.MAX_BOX - 1),
         r"\boxed{%s}" % ("9" * rewards.MAX_BOX): None,  # a million braces are not counted
         **{
             rf"\boxed{{3}}, {word}": "3" for word in (r"in \boxed as told", r"(`\boxed`)", r"\fbox")
@@ -922,32 +915,28 @@ def test_extract_boxed():
 
 RIGHT = r"""
 11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
-11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2}
-11 | 11cm | 11\text{ cm}² | €11 | 11 miles per hour | 11\text{ sq. ft} | 11^{\text{th}} | 11 (feet)
-11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11 | x = 5 + 6 = 11 | \[ 11 \] | 11 km/h
-5\text{ lb} | 5 pounds | 5 lbs  ;;  5 cm | 5\text{ centimetres} | 5  ;;  9\text{ goals} | 9
+11 | \$11 | 11\% | 11^\circ | 11 square feet | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2} | \[ 11 \]
+11 | 11cm | 11\text{ cm}² | €11 | 11 miles per hour | 11^{\text{th}} | 11 (feet) | x = 5 + 6 = 11
+11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11  ;;  5 lb | 5 pounds | 5\text{ lbs} | 5
 \frac{3}{4} | 3/4 | .75 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
-\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  \frac12 | ½
-1200 | 1,200 | 1{,}200 | 1,\!200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
-3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000  ;;  2^{10} | 1024
+\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  9\text{ goals} | 9
+1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
 \frac{\pi}{4} | \pi/4 | 0.25\pi | \frac14\cdot\pi | \theta = \frac{π}{4}  ;;  2001+25i | 25i+2001
-\frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1 | \frac{-3 + \sqrt{33}}{3}  ;;  1204_9 | 1204_{9}
+\frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12
 6 + 5 | 11 | 1.1 \times 10^1 | 5 + 6  ;;  \frac{2}{\sqrt5 + 1} | \frac{2}{1 + \sqrt5}
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3 | 1; 2; 3  ;;  4 \times 10^{12} | 4·10^12
+\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3 | 1; 2; 3  ;;  2^{10} | 1024  ;;  \frac12 | ½
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
 x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
 (1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
-[0, \infty) | \left[0,+\infty\right) | x \in [0, \infty) | [0, ∞)  ;;  x \neq 3 | x \ne 3 | x ≠ 3
-(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1) | (-∞,1) ∪ (2,3]  ;;  \binom52 | \dbinom52
-\ln 2 | \ln(2) | \ln{2} | ln 2  ;;  3\ln 2 + 1 | \ln(2) \cdot 3 + 1  ;;  \sin^2 x | \sin^{2}(x)
-x\sin 2x + \cos x | \cos(x) + \sin(2x)x  ;;  -\frac12 | \frac{1}{-2} | \frac{-1}{2}
+[0, \infty) | x \in [0,+\infty) | [0, ∞)  ;;  x \neq 3 | x ≠ 3  ;;  8:30\text{ a.m.} | 8:30 AM
+(-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  \binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)
+3\ln 2 + 1 | \ln(2) \cdot 3 + 1  ;;  x\sin 2x + \cos x | \cos(x) + \sin(2x)x
 x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23
 \frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}  ;;  (n-2) 2^{n}+1 | 1$+$(n-2) 2^{n}
-y = 2x + 1 | 1 + 2x | y = 1 + 2x  ;;  8:30\text{ a.m.} | 8:30 AM  ;;  A,C | \text{C, A}
 \begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5&0\\0&1\end{bmatrix}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \left(\begin{array}{c} 1 \\ 2 \end{array}\right)
-\text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  \text{Yes} | yes
+y = 2x + 1 | 1 + 2x  ;;  \text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  \text{Yes} | yes
 """
 
 WRONG = r"""
@@ -959,49 +948,32 @@ A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 
 5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
 5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5 xy | 5 x/y | 5 m/x
 5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
-x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  a = 3, b = 4 | 4, 3 | b = 3, a = 4
-x \approx 2.1 | x \approx 5  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 + \sqrt2 | 1 \pm \sqrt2
+x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5
 \binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
 \text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin^2 x | \sin x^2 | \sin x
-\sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}  ;;  \ln 2 + 1 | \ln(2 + 1) | \ln 2  ;;  \ln(2)x | \ln(2x)
-\sin x | sinx | nis x | \sin 2x | \sin(x + 1) | \cos x  ;;  25 | 5 cm^2  ;;  x \neq 3 | x = 3
-100000000000000000000 | 100000000000000000001  ;;  x | -x | y | \sqrt{x^2}  ;;  9^{9^{9}} | 9^{9^{8^9}}
-(1,200) | 1200  ;;  (1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  [1, 2) | (1, 2]
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | [1, 2]
+\sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}  ;;  \ln 2 + 1 | \ln(2 + 1)  ;;  \ln(2)x | \ln(2x)
+\sin x | sinx | nis x | \sin 2x | \cos x  ;;  25 | 5 cm^2  ;;  x \neq 3 | x = 3  ;;  x | -x | y
+10^{20} | 100000000000000000001  ;;  9^{9^{9}} | 9^{9^{8^9}}  ;;  (1,200) | 1200
+(1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  \begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 2)
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
-WRONG += r"""
+UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
-\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14 | \frac{1 + 2}{4}  ;;  \frac{7}{3} | 2 2/6
-1024 | 2^{10} | 4^5 | 2^5\cdot 2^5  ;;  2104_5 | 427_8 | 279  ;;  279 | 2104_5  ;;  -\frac12 | \frac{2}{-4}
+\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  \frac{7}{3} | 2 2/6
+1024 | 2^{10} | 2^5\cdot 2^5  ;;  2104_5 | 279  ;;  279 | 2104_5  ;;  -\frac12 | \frac{2}{-4}
 3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 | \ln e | \cos 0  ;;  -1 | e^{i\pi}
-6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)  ;;  (4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)
+1 + \sqrt2 | \frac{1}{\sqrt2 - 1}  ;;  3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)
 x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  x > 3 | x > 1 + 2
 """
 
 
-@pytest.mark.parametrize(("table", "right"), [(RIGHT, True), (WRONG, False)])
+@pytest.mark.parametrize(("table", "right"), [(RIGHT, True), (UNFINISHED, False), (WRONG, False)])
 def test_answers_match(table, right):
     rows = [row.strip().split(" | ") for row in table.replace(";;", "\n").strip().splitlines()]
-    pairs = [
-        (predicted, expected) for expected, *answers in rows if expected for predicted in answers
-    ]
+    pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
     assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
-    assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]] if same)
-
-
-def test_the_guide_s_reward_with_math_verify(tmp_path):
-    pytest.importorskip("math_verify")
-    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
-    (code,) = (
-        x for x in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "math_verify" in x
-    )
-    (tmp_path / "my_reward.py").write_text(code)
-    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
-    reward = importlib.import_module("my_reward").math_verify_reward
-    assert reward(texts, ["x < 4", "3", "5", "5"], level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
 
 
 @pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
@@ -1065,26 +1037,24 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
     "GSM8K, 0": ("math", {"question": "None?", "answer": 0}, "None?", "0"),
-    "DeepScaleR, 0": ("math", {"problem": "None.", "answer": 0}, "None.", "0"),
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
 }
-FORMATS = [(shape, suffix) for shape in ROWS for suffix in ("json", "parquet")]
-FORMATS += [(shape, "csv") for shape in ROWS if set(map(type, ROWS[shape][1].values())) == {str}]
 
 
-@pytest.mark.parametrize("shape, suffix", FORMATS)
-def test_every_shape_of_row_in_every_format(tmp_path, shape, suffix):
+@pytest.mark.parametrize("shape", ROWS)
+def test_every_shape_of_row_in_every_format(tmp_path, shape):
     """From a file to a prompt, and to a solution that the reward reads."""
     task, row, prompt, solution = ROWS[shape]
-    path = str(tmp_path / f"rows.{suffix}") + "l" * (suffix == "json")
-    getattr(datasets.Dataset.from_list([row]), f"to_{suffix}")(path)
-    training, (loaded,) = load_data(f"--task {task} --people 1 --eval-only --eval-data {path}")
-    assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
-    assert loaded["difficulty"] == ("1" if task == "kk" else "all")
-    own = "prompt" in row and "quiz" not in row
-    assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
-    assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
+    data, own = datasets.Dataset.from_list([row]), "prompt" in row and "quiz" not in row
+    for suffix in ("jsonl", "parquet", "csv")[: 3 if {*map(type, row.values())} == {str} else 2]:
+        path = tmp_path / f"rows.{suffix}"
+        getattr(data, f"to_{suffix.removesuffix('l')}")(path)
+        training, (loaded,) = load_data(f"--task {task} --people 1 --eval-only --eval-data {path}")
+        assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
+        assert loaded["difficulty"] == ("1" if task == "kk" else "all")
+        assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
+        assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
 
 
 SHAPES = {
@@ -1112,32 +1082,13 @@ def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
     rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]
     files = {"data": write_jsonl(tmp_path / "own.jsonl", rows)}
     training, evaluation = load_data("--task math", **files)
-    assert len(evaluation) == 4 and not {x["key"] for x in training} & {
-        x["key"] for x in evaluation
-    }
-    assert all(row["asked"].startswith("Say") for row in evaluation)
+    assert not {row["key"] for row in training} & {row["key"] for row in evaluation}
+    assert [row["asked"][:3] for row in evaluation] == ["Say"] * 4
     assert f"; {40 - len(training)} of 40 rows are held out for eval" in capsys.readouterr().out
     assert load_data("--task math --seed 7", **files)[1] == evaluation  # of every run
     write_jsonl(tmp_path / "own.jsonl", rows[:2])
     with pytest.raises(lopti.UserError, match="nothing is left to train on"):
         load_data("--task math", **files)
-
-
-def test_every_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):
-    pair = "(1) Ann is a knight (2) Bo is a knave"  # the reward reads one line, too
-    rows = [("Who?", pair), ("k?", "(1) Knightley is a knight (2) Bo is a knave"), ("No.", "")]
-    rows += [("\ud83d?", pair), ("One?", LILY), ("Why? " * 99, pair), ("A ?", pair)]
-    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
-    path = write_jsonl(tmp_path / "new.jsonl", [*rows[:-1], {**rows[-1], "of_one": 1}])
-    loaded = load_rows(path, "--people 2 --max-prompt-length 99")
-    assert [row["columns"]["of_one"] for row in loaded] == [None, 1]  # None: it is not missing
-    assert [row["asked"] for row in loaded] == ["Who?", "A ?"]
-    told = "new.jsonl: 7 rows, 4 left out: 1 whose solution --task kk cannot read (row 2), 1 with"
-    told += "out a prompt or a (boxed) solution (row 3), 1 with half a character (a lone surrogate)"
-    told += " (row 4), 1 longer than --max-prompt-length 99 (row 6)\n"
-    assert capsys.readouterr().out == told  # that --people leaves rows out is no news
-    with pytest.raises(lopti.UserError, match=r"its columns: quiz, .*, of_one; --people: \[3\]"):
-        load_rows(path, "--people 3 --max-prompt-length 99")
 
 
 GOOD = {"problem": "2?", "answer": "2"}
@@ -1148,38 +1099,42 @@ BAD = {  # why a row is left out: such rows
         *({"problem": "2?", "solution": 2}, {"problem": "2?"}, {"question": "2?", "final": "2"}),
         *({"question": "2?", "answer": ["3"]}, {"prompt": user("2?"), "reward_model": None}),
     ],
-    "that cannot be read": [
-        *({**GOOD, "problem": 5}, {"quiz": 5, "solution_text_format": "2"}),
-        *({"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)),
-    ],
+    "that cannot be read": [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)],
     "without columns": [7, None, [GOOD]],
-    "whose solution says that there is none": [
-        {**GOOD, "answer": x} for x in ("proof", "Not found")
-    ],
+    "whose solution says": [{**GOOD, "answer": x} for x in ("proof", "Not found", "None")],
     "whose solution is a list": [{**GOOD, "answer": x} for x in ('["2"]', "['2', '3']")],
     "whose solution is a sentence": [{"question": "2?", "answer": "One and one are two, so 2"}],
     "with LaTeX that JSON has cut": [
-        *(
-            {**GOOD, "answer": f"3{x}"}
-            for x in ("\frac12", "\times 2", "\bar x", "\right)", "\neq 2")
-        ),
+        *({**GOOD, "answer": x} for x in ("\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2")),
         {**GOOD, "problem": "\frac12?"},
     ],
-    "with choices that its question does not show": [{**GOOD, "choices": ["7", "8"]}],
+    "with choices that its": [{**GOOD, "choices": ["7", "8"]}],
+    "with half a character": [{**GOOD, "problem": "\ud83d?"}],
+    "longer than --max-prompt-length": [{**GOOD, "problem": "Why? " * 999}],
 }
 
 
-@pytest.mark.parametrize(
-    ("reason", "bad"), [(why, row) for why, rows in BAD.items() for row in rows]
-)
-def test_a_bad_row_is_left_out_and_counted_with_its_number(bad, reason, tmp_path, capsys):
-    rows = load_rows(write_jsonl(tmp_path / "rows.jsonl", [GOOD, bad, {**GOOD, "options": ["2"]}]))
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, capsys):
+    rows = [GOOD, *BAD[reason], {**GOOD, "options": ["2"]}]
+    loaded = load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert len(loaded) == 2 and set(map(str, loaded[0]["columns"])) >= {"problem", "options"}
+    bad = len(rows) - 2
     told = capsys.readouterr().out
-    assert len(rows) == 2 and told.startswith(f"rows.jsonl: 3 rows, 1 left out: 1 {reason}")
-    assert told.endswith("(row 2)\n")
+    assert told.startswith(f"rows.jsonl: {len(rows)} rows, {bad} left out: {bad} {reason}")
+    assert " (row 2" in told and told.count("\n") == 1
 
 
-def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
+def test_what_people_and_reward_do_with_rows(tmp_path, capsys):
+    """--people leaves out silently; where nothing is left, the columns are named."""
+    rows = [("A?", "(1) Ann is a knight (2) Bo is a knave"), ("B?", LILY), ("C?", "(1) Knightley")]
+    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
+    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
+    assert capsys.readouterr().out == told
+    with pytest.raises(lopti.UserError, match=r"its columns: quiz, solution_text_format; --people"):
+        load_rows(path, "--people 3")
     answers = [
         "2",
         "Yes",
@@ -1195,29 +1150,7 @@ def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
     assert "0 left out: 3 compared as text (see math-verify" in capsys.readouterr().out
 
 
-def test_csv_files(tmp_path, capsys):
-    """Of Excel, with a cell too many, and with two columns of one name."""
-    path = tmp_path / "rows.csv"
-    path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
-    (row,) = load_rows(path)
-    assert row["columns"] == {**GOOD, "note": ""}
-    assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
-    path.write_text("problem,answer,answer\n2?,2,3\n")
-    with pytest.raises(lopti.UserError, match="two columns of one name"):
-        load_rows(path)
-
-
-def test_stored_values_are_read_as_they_were_meant(tmp_path):
-    kinds = {"binary": (b"2", "2"), "float32": (0.3, "0.3"), "class": (1, "yes")}
-    for name, (value, text) in kinds.items():
-        kind = datasets.ClassLabel(names=["no", text]) if name == "class" else datasets.Value(name)
-        features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
-        data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
-        data.to_parquet(tmp_path / "a.parquet")
-        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [text]
-
-
-def test_data_are_read_as_they_are_written(tmp_path):
+def test_data_are_read_as_they_are_written(tmp_path, capsys):
     """No dates, floats or lines are made of what is text, a long number, or one line. A mark at the
     beginning, empty lines, capitals in the name and 1e+20 for a number are nobody's intention."""
     problem = "Two\u2028lines?"
@@ -1230,9 +1163,22 @@ def test_data_are_read_as_they_are_written(tmp_path):
         loaded = load_rows(tmp_path / name)
         assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
         assert all(problem in row["prompt"] for row in loaded)
-    levels = {1: "1", 1.0: "1", "1": "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
+    levels = {1: "1", "1": "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
     path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": level} for level in levels])
     assert [row["difficulty"] for row in load_rows(path)] == list(levels.values())
+    path = tmp_path / "a.csv"  # of Excel, with a cell too many, and with two columns of one name
+    path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
+    assert [row["columns"] for row in load_rows(path)] == [{**GOOD, "note": ""}]
+    assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
+    path.write_text("problem,answer,answer\n2?,2,3\n")
+    with pytest.raises(lopti.UserError, match="two columns of one name"):
+        load_rows(path)
+    for name, value, meant in (("binary", b"2", "2"), ("float32", 0.3, "0.3"), ("yes", 1, "yes")):
+        kind = datasets.ClassLabel(names=["no", name]) if name == meant else datasets.Value(name)
+        features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
+        data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
+        data.to_parquet(tmp_path / "a.parquet")
+        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [meant]
 
 
 def test_a_data_set_with_configurations_and_splits(tmp_path):
@@ -1291,7 +1237,6 @@ def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
     epochs = [tuple(order[start : start + 10]) for start in range(0, 40, 10)]
     assert len(set(epochs)) == 4 and all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert batches(4, 0, skip=3) == batches(4, 0)[3:] and batches(4, 0) != batches(4, 1)
-    assert set(Counter(batches(20, 0)[0]).values()) == {2}  # a batch of two epochs
 
 
 class FromTheData:  # a callable without a name of its own; other tests have plain functions
@@ -1315,14 +1260,24 @@ def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
         with pytest.raises(lopti.UserError, match="from_") if values in bad else nullcontext():
             assert lopti.compute_rewards(texts, rows, args) == [0.0, 6.5]
         assert texts == ["a", "b"] and rows == before
-    row = {"question": "Why?", "answer": "Because the earth turns around the sun"}
-    args.task = "math"
+    row, args.task = {"question": "Why?", "answer": "The earth turns around the sun"}, "math"
     (loaded,) = rewards.load_rows(write_jsonl(tmp_path / "a.jsonl", [row]), args, TOKENIZER)
     assert loaded["prompt"] == "<|user|>Why?<|assistant|>"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards.py").write_text("def kk_reward(**columns): return [1.0]")
+    Path("rewards.py").write_text("def kk_reward(**columns): return [1.0]")
     with pytest.raises(lopti.UserError, match="rename your file"):
         rewards.load_function("rewards:kk_reward")
+
+
+def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
+    pytest.importorskip("math_verify")
+    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    (code,) = [x for x in guide.split("```") if x.startswith("python\n") and "math_verify" in x]
+    (tmp_path / "my_reward.py").write_text(code.removeprefix("python\n"))
+    monkeypatch.chdir(tmp_path)
+    reward = rewards.load_function("my_reward:math_verify_reward")
+    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
+    assert reward(texts, ["x < 4", "3", "5", "5"], level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 # ------------------------------------------------------------------------------ flags and runs
