@@ -515,7 +515,7 @@ UNUSABLE = (  # solutions of mathematics, and why
 def check_row(row, args, tokenizer):
     """UserError with the reason where a row cannot be used."""
     task, solution = TASKS[args.task], row["solution"]
-    if not row["key"] or not solution:
+    if not row["key"] or not solution.strip():
         raise UserError("without a prompt or a (boxed) solution")
     if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
         raise UserError("with half a character (a lone surrogate)")
@@ -588,7 +588,7 @@ def make_row(columns, args, tokenizer):
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
     question, solution = question_and_solution(columns)
-    question, solution = question or "", to_text(solution).strip()
+    question, solution = question or "", to_text(solution).strip(" ")
     task, prompt, opening = TASKS[args.task], question, ""
     if question != columns.get("prompt"):  # which is a whole one
         prompt, opening = task.messages(question), task.opening

@@ -848,17 +848,14 @@ def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
 
 
 def test_kk_answer():
-    scores = {
-        TRUTH: 3.0,
-        "JACKSON IS A KNAVE.\nJack is\ta  knight": 3.0,  # no matter the case, order and spacing
-        "Jack is a knight\nJackson is a knight": -0.5,  # complete but wrong
-        "Jack is a knight": -1.0,  # a name is missing
-        "Jack is a knight\nJack is a knave": -1.0,  # both roles for one name
-        TRUTH + "\nso there is one knight": -1.0,  # one role word too many
-        "Both are knights: " + TRUTH: -1.0,  # 'knights' counts as well
-        "Jackson is a knight\nJackson is a knave": -1.0,  # Jack is not inside Jackson
-    }
-    assert {answer: kk(answer) for answer in scores} == scores
+    """Right, wrong, and not readable: a name is missing or has both roles; one role word too many
+    (knights counts as well); Jack is not inside Jackson. Case, order and spacing do not matter."""
+    knight, both = "Jack is a knight", "Jack is a knight\nJack is a knave"
+    assert kk(TRUTH) == kk("JACKSON IS A KNAVE.\nJack is\ta  knight") == 3.0
+    assert kk("Jack is a knight\nJackson is a knight") == -0.5
+    words = ("\nso there is one knight", "\nboth are knights")
+    unread = (knight, both, "Jackson is a knight\nJackson is a knave", *(TRUTH + x for x in words))
+    assert [kk(answer) for answer in unread] == [-1.0] * 5
     truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave, and Ann is a knave"
     assert kk(truth, truth=truth) == 3.0
     assert kk(truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth=truth) == -0.5
@@ -914,56 +911,49 @@ def test_extract_boxed():
 
 
 RIGHT = r"""
-11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
-11 | \$11 | 11\% | 11^\circ | 11 square feet | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2} | \[ 11 \]
-11 | 11cm | 11\text{ cm}² | €11 | 11 miles per hour | 11^{\text{th}} | 11 (feet) | x = 5 + 6 = 11
+11 | 11.0 | 011 | +11 | (11) | 11. | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2 | \{11\}
+11 | \$11 | 11\% | 11^\circ | 11 square feet | \mathrm{11} | 11\ \mathrm{m/s^2} | \[ 11 \] | 11cm
+11 | 11\text{ cm}² | €11 | 11 miles per hour | 11^{\text{th}} | 11 (feet) | x = 5 + 6 = 11
 11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11  ;;  5 lb | 5 pounds | 5\text{ lbs} | 5
 \frac{3}{4} | 3/4 | .75 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
 \frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  9\text{ goals} | 9
 1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
-\frac{\pi}{4} | \pi/4 | 0.25\pi | \frac14\cdot\pi | \theta = \frac{π}{4}  ;;  2001+25i | 25i+2001
-\frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12
-6 + 5 | 11 | 1.1 \times 10^1 | 5 + 6  ;;  \frac{2}{\sqrt5 + 1} | \frac{2}{1 + \sqrt5}
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3 | 1; 2; 3  ;;  2^{10} | 1024  ;;  \frac12 | ½
+\frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
+2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  2^{10} | 1024  ;;  6+5 | 11
+\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5 + 1} | \frac{2}{1 + \sqrt5}
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
-x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
+x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m  ;;  \frac12 | ½
 (1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
-[0, \infty) | x \in [0,+\infty) | [0, ∞)  ;;  x \neq 3 | x ≠ 3  ;;  8:30\text{ a.m.} | 8:30 AM
-(-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  \binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)
-3\ln 2 + 1 | \ln(2) \cdot 3 + 1  ;;  x\sin 2x + \cos x | \cos(x) + \sin(2x)x
-x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23
-\frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}  ;;  (n-2) 2^{n}+1 | 1$+$(n-2) 2^{n}
-\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5&0\\0&1\end{bmatrix}
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \left(\begin{array}{c} 1 \\ 2 \end{array}\right)
-y = 2x + 1 | 1 + 2x  ;;  \text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  \text{Yes} | yes
+x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8:30\text{ a.m.} | 8:30 AM
+\binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
+x^2 + 2x + 9 | 9 + 2x + x(x)  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23  ;;  (n-2) 2^{n} | 2^n(n-2)
+\frac{18+3c}{7} | (3c + 18)/7  ;;  \text{(B)} | B | (B)  ;;  \text{Yes} | yes  ;;  x \neq 3 | x ≠ 3
+\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \left[\begin{array}{cc} 0.5&0\\0&1\end{array}\right]
 """
 
 WRONG = r"""
 ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
 0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x  ;;  1/0 | 2/0
 A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 | x \ge 3 | x < 3
-\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM | 8:31 AM
+\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM  ;;  10^{20} | 10^{20} + 1
 5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
 5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
 5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5 xy | 5 x/y | 5 m/x
 5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
-x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5
+x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5  ;;  x | -x | y
 \binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
-\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin^2 x | \sin x^2 | \sin x
-\sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}  ;;  \ln 2 + 1 | \ln(2 + 1)  ;;  \ln(2)x | \ln(2x)
-\sin x | sinx | nis x | \sin 2x | \cos x  ;;  25 | 5 cm^2  ;;  x \neq 3 | x = 3  ;;  x | -x | y
-10^{20} | 100000000000000000001  ;;  9^{9^{9}} | 9^{9^{8^9}}  ;;  (1,200) | 1200
+\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin x | nis x | \sin 2x | \cos x
+\sqrt{2} | 1.41 | \sqrt[3]{2}  ;;  \ln(2)x | \ln(2x)  ;;  9^{9^{9}} | 9^{9^{8^9}}  ;;  (1,200) | 1200
 (1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  \begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 2)
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
 UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
-\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  \frac{7}{3} | 2 2/6
-1024 | 2^{10} | 2^5\cdot 2^5  ;;  2104_5 | 279  ;;  279 | 2104_5  ;;  -\frac12 | \frac{2}{-4}
-3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 | \ln e | \cos 0  ;;  -1 | e^{i\pi}
-1 + \sqrt2 | \frac{1}{\sqrt2 - 1}  ;;  3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)
+\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  1024 | 2^{10}  ;;  -1 | e^{i\pi}
+3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 | \ln e | \cos 0  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
+3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)  ;;  279 | 2104_5  ;;  \frac{7}{3} | 2 2/6
 x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  x > 3 | x > 1 + 2
 """
 
@@ -1093,23 +1083,21 @@ def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
 
 GOOD = {"problem": "2?", "answer": "2"}
 TEXT = [{"type": "text", "text": "2?"}]
-BAD = {  # why a row is left out: such rows
-    "without a prompt or a (boxed) solution": [
-        *({**GOOD, "answer": x} for x in (None, math.nan, -math.inf, ["3"], {"a": 3}, "")),
-        *({"problem": "2?", "solution": 2}, {"problem": "2?"}, {"question": "2?", "final": "2"}),
-        *({"question": "2?", "answer": ["3"]}, {"prompt": user("2?"), "reward_model": None}),
-    ],
+BAD = {  # why a row is left out: its answers, or such rows
+    "without a prompt or a (boxed) solution": [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
+    "says that there is none": ["proof", "Not found", "None"],
+    "is a list": ['["2"]', "['2', '3']"],
+    "is a sentence": ["One and one are two, so 2"],
+    "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
+}
+BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
+BAD |= {
+    "(boxed) solution": [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}],
     "that cannot be read": [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)],
     "without columns": [7, None, [GOOD]],
-    "whose solution says": [{**GOOD, "answer": x} for x in ("proof", "Not found", "None")],
-    "whose solution is a list": [{**GOOD, "answer": x} for x in ('["2"]', "['2', '3']")],
-    "whose solution is a sentence": [{"question": "2?", "answer": "One and one are two, so 2"}],
-    "with LaTeX that JSON has cut": [
-        *({**GOOD, "answer": x} for x in ("\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2")),
-        {**GOOD, "problem": "\frac12?"},
-    ],
     "with choices that its": [{**GOOD, "choices": ["7", "8"]}],
     "with half a character": [{**GOOD, "problem": "\ud83d?"}],
+    "with LaTeX": [{**GOOD, "problem": "\frac12?"}],
     "longer than --max-prompt-length": [{**GOOD, "problem": "Why? " * 999}],
 }
 
@@ -1119,10 +1107,9 @@ def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, cap
     rows = [GOOD, *BAD[reason], {**GOOD, "options": ["2"]}]
     loaded = load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))
     assert len(loaded) == 2 and set(map(str, loaded[0]["columns"])) >= {"problem", "options"}
-    bad = len(rows) - 2
     told = capsys.readouterr().out
-    assert told.startswith(f"rows.jsonl: {len(rows)} rows, {bad} left out: {bad} {reason}")
-    assert " (row 2" in told and told.count("\n") == 1
+    assert told.startswith(f"rows.jsonl: {len(rows)} rows, {len(rows) - 2} left out: ")
+    assert reason in told and " (row 2" in told
 
 
 def test_what_people_and_reward_do_with_rows(tmp_path, capsys):
