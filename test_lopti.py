@@ -848,66 +848,51 @@ def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
 
 
 def test_kk_answer():
-    """Right, wrong, and not readable: a name is missing or has both roles; one role word too many
-    (knights counts as well); Jack is not inside Jackson. Case, order and spacing do not matter."""
-    knight, both = "Jack is a knight", "Jack is a knight\nJack is a knave"
+    """Not readable is an answer where a name is missing or has both roles, or with one role word
+    too many (knights counts as well); Jack is not inside Jackson, nor Ann inside Jo Ann."""
     assert kk(TRUTH) == kk("JACKSON IS A KNAVE.\nJack is\ta  knight") == 3.0
     assert kk("Jack is a knight\nJackson is a knight") == -0.5
-    words = ("\nso there is one knight", "\nboth are knights")
-    unread = (knight, both, "Jackson is a knight\nJackson is a knave", *(TRUTH + x for x in words))
+    unread = ("Jack is a knight", "Jack is a knight\nJack is a knave", TRUTH + "\nso one knight")
+    unread += ("Jackson is a knight\nJackson is a knave", "both are knights: " + TRUTH)
     assert [kk(answer) for answer in unread] == [-1.0] * 5
     truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave, and Ann is a knave"
-    assert kk(truth, truth=truth) == 3.0
-    assert kk(truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth=truth) == -0.5
-    assert kk(truth.replace("and Ann", "and Jo Ann"), truth=truth) == -1.0
+    answers = (truth, truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth[:-16] + truth)
+    assert [kk(answer, truth=truth) for answer in answers] == [3.0, -0.5, -1.0]
     name = "a" * 50  # where each word could begin a name of any length, time is quadratic
     assert rewards.read_roles(f"{name} is a knight") == {name: "knight"}
     assert rewards.read_roles(f"a{name} is a knight") is None
 
 
-def test_kk_format():
-    responses = [
-        f"<answer>{TRUTH}</answer>",  # thinking never ends
-        f"</think><answer>{TRUTH}",
-        f"<answer>{TRUTH}</answer></think>",  # wrong order
-        f"</think><answer>{TRUTH}</answer><answer>{TRUTH}</answer>",  # a second answer
-        f"The form is <answer> </answer>.</think><answer>{TRUTH}</answer>",  # copied tags
-        *(None, [], [{"role": "assistant", "content": None}]),
-    ]
+def test_kk_format_and_what_the_prompt_has_opened():
+    answer = (
+        f"<answer>{TRUTH}</answer>"  # thinking never ends; wrong order; two answers; copied tags
+    )
+    responses = [answer, f"</think>{answer}"[:-2], f"{answer}</think>", f"</think>{answer}{answer}"]
+    responses += [f"<answer> </answer></think>{answer}", None, [], [{"content": None}]]
     assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
     for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
         for prompt in (asked, user(asked)):
             assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
             assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
-
-
-def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
-    for function in (rewards.kk_reward, rewards.math_reward):
-        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
-            function(["", ""], [TRUTH])
     for truth in ("nobody here", "(1) Ann is a knight\n(2) Ann is a knave", None):
         with pytest.raises(ValueError, match="row 1 of `solution` does not give each name one"):
             rewards.kk_reward(["a", "b"], [TRUTH, truth])
-    chat = [{"role": "user", "content": "8"}, {"role": "assistant", "content": r"\boxed{7}"}]
-    assert rewards.math_reward([chat, chat[:1], []], ["7"] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
 
 
-def test_extract_boxed():
-    contents = {
-        r"\boxed{1} or \fbox{2}": "2",
-        r"\boxed{\frac{1}{2}} }": r"\frac{1}{2}",
-        r"$\boxed 5$ eggs": "5",
-        r"\boxed{\left\{ 1 \right.}": r"\left\{ 1 \right.",
-        r"\boxed{1}</think> I forgot.": None,
-        r"\boxed{1} no: \boxed{2": None,
-        r"\boxed{1} or \boxed{}": "",
-        r"\boxed{%s}" % ("9" * rewards.MAX_BOX): None,  # a million braces are not counted
-        **{
-            rf"\boxed{{3}}, {word}": "3" for word in (r"in \boxed as told", r"(`\boxed`)", r"\fbox")
-        },
-    }
-    assert {text: rewards.extract_boxed(text) for text in contents} == contents
-    assert rewards.math_reward([r"\boxed{42}"], [r"$\boxed{42}$"]) == [1.0]
+BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || $\boxed 5$ eggs | 5
+\boxed{\left\{ 1 \right.} | \left\{ 1 \right. || \boxed{3}, in \boxed as told | 3 || \boxed{1} (\fbox) | 1
+\boxed{1}</think> no. | None || \boxed{1} no: \boxed{2 | None || \boxed{3} (`\boxed`) | 3"""
+
+
+def test_the_last_box_is_read():
+    for text, content in (row.split(" | ") for row in re.split(r" \|\| |\n", BOXES)):
+        assert str(rewards.extract_boxed(text)) == content, text
+    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * rewards.MAX_BOX)]
+    texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
+    assert rewards.math_reward(texts, [r"$\boxed{42}$"] * 4, level=[1] * 4) == [1.0, 0.0, 0.0, 1.0]
+    for function in (rewards.kk_reward, rewards.math_reward):
+        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
+            function(["", ""], [TRUTH])
 
 
 RIGHT = r"""
@@ -975,9 +960,9 @@ def test_others_give_the_same_rewards(path):
     assert ours == [row["score" if is_kk else "correct"] for row in rows]
 
 
-PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ €
-\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ \lceil
-\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2 5cm 3am 5th"""
+PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ € 5cm
+\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ \lceil 3am
+\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2"""
 
 
 def test_no_text_raises_or_hangs():
@@ -1026,7 +1011,6 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "verl": ("math", {**verl(user("1?"), "1"), "question": "1?"}, "<|user|>1?<|assistant|>", "1"),
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
-    "GSM8K, 0": ("math", {"question": "None?", "answer": 0}, "None?", "0"),
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
 }
@@ -1048,9 +1032,9 @@ def test_every_shape_of_row_in_every_format(tmp_path, shape):
 
 
 SHAPES = {
-    "K&K": lambda quiz, roles: {"quiz": quiz, "solution_text_format": roles},
-    "TRL": lambda quiz, roles: {"prompt": user(quiz), "solution": roles},
-    "verl": lambda quiz, roles: verl(user(CHAT.replace("Who", "The puzzle: " + quiz)), roles),
+    "K&K": lambda quiz: {"quiz": quiz, **KK_TRUTH},
+    "TRL": lambda quiz: {"prompt": user(quiz), "solution": LILY},
+    "verl": lambda quiz: verl(user(CHAT.replace("Who", "The puzzle: " + quiz)), LILY),
 }
 
 
@@ -1059,12 +1043,11 @@ def test_training_prompts_are_never_evaluation_prompts(tmp_path, capsys, trained
     """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
     files = {}
     for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
-        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?", LILY) for x in part.split()]
+        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?") for x in part.split()]
         files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    training, evaluation = load_data("--people 1 --eval-size 1", **files)
-    assert len(training) == len(evaluation) == 1 and "who is c?" in training[0]["key"]
+    (row,), (_,) = load_data("--people 1 --eval-size 1", **files)
     told = "1 training and 1 of 2 evaluation prompts; 2 of 3 rows are also in --eval-data\n"
-    assert capsys.readouterr().out == told
+    assert "who is c?" in row["key"] and capsys.readouterr().out == told
 
 
 def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
@@ -1112,14 +1095,12 @@ def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, cap
     assert reason in told and " (row 2" in told
 
 
-def test_what_people_and_reward_do_with_rows(tmp_path, capsys):
-    """--people leaves out silently; where nothing is left, the columns are named."""
+def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
+    """--people leaves out silently, and what is left as text only is counted."""
     rows = [("A?", "(1) Ann is a knight (2) Bo is a knave"), ("B?", LILY), ("C?", "(1) Knightley")]
     rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
-    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
-    assert capsys.readouterr().out == told
     with pytest.raises(lopti.UserError, match=r"its columns: quiz, solution_text_format; --people"):
         load_rows(path, "--people 3")
     answers = [
@@ -1132,9 +1113,10 @@ def test_what_people_and_reward_do_with_rows(tmp_path, capsys):
         r"\{1\}",
         "9 / ",
     ]
-    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "answer": x} for x in answers])
-    assert len(load_rows(path)) == 8
-    assert "0 left out: 3 compared as text (see math-verify" in capsys.readouterr().out
+    assert len(load_rows(write_jsonl(Path(path), [{**GOOD, "answer": x} for x in answers]))) == 8
+    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
+    told += "a.jsonl: 8 rows, 0 left out: 3 compared as text (see math-verify in data/GUIDE.md)\n"
+    assert capsys.readouterr().out == told
 
 
 def test_data_are_read_as_they_are_written(tmp_path, capsys):
@@ -1150,7 +1132,7 @@ def test_data_are_read_as_they_are_written(tmp_path, capsys):
         loaded = load_rows(tmp_path / name)
         assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
         assert all(problem in row["prompt"] for row in loaded)
-    levels = {1: "1", "1": "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
+    levels = {1: "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
     path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": level} for level in levels])
     assert [row["difficulty"] for row in load_rows(path)] == list(levels.values())
     path = tmp_path / "a.csv"  # of Excel, with a cell too many, and with two columns of one name
@@ -1170,11 +1152,10 @@ def test_data_are_read_as_they_are_written(tmp_path, capsys):
 
 def test_a_data_set_with_configurations_and_splits(tmp_path):
     """The form in which the hub holds the paper's data: name:configuration:split+split."""
-    card = "---\nconfigs:\n- config_name: train\n  data_files:\n"
-    for name in "ab":
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"quiz": name, **KK_TRUTH}] * 2)
-        card += f"  - split: {name}\n    path: {name}.jsonl\n"
-    (tmp_path / "README.md").write_text(card + "---\n")
+    files = [write_jsonl(tmp_path / f"{x}.jsonl", [{"quiz": x, **KK_TRUTH}] * 2) for x in "ab"]
+    parts = "".join(f"  - split: {Path(x).stem}\n    path: {Path(x).name}\n" for x in files)
+    card = f"---\nconfigs:\n- config_name: train\n  data_files:\n{parts}---\n"
+    (tmp_path / "README.md").write_text(card)
     rows = load_rows(f"{tmp_path}:train:a+b", "--people 1")
     assert [row["asked"] for row in rows] == ["a", "a", "b", "b"]
 
@@ -1208,12 +1189,10 @@ def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
     text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
     assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
     assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
-    tokenizer.chat_template = "{{ messages[-1].content[0].text }}"  # for content in parts
-    with pytest.raises(lopti.UserError, match="leaves out"):
-        rewards.render_prompt(tokenizer, task.messages("Lily"))
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        rewards.render_prompt(tokenizer, task.messages("Lily"))
+    for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
+        tokenizer.chat_template = broken  # the first is for content in parts
+        with pytest.raises((lopti.UserError, TemplateError), match="leaves out"):
+            rewards.render_prompt(tokenizer, task.messages("Lily"))
 
 
 def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
