@@ -21,6 +21,7 @@ import operator
 import os
 import random
 import re
+import statistics
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -384,6 +385,21 @@ class Task:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": question + self.request}]
 
+    def table_text(self, tables):
+        """Tables of `tally` {title: table} as text: a line for each measure and difficulty."""
+        first = next(iter(tables.values()))
+        lines = [("", self.difficulty, "prompts", *tables)]
+        for measure in [name for name in next(iter(first.values())) if name != "prompts"]:
+            for difficulty, row in first.items() if measure != "reward" else ():
+                cells = (table[difficulty][measure] for table in tables.values())
+                cells = ("{:.2f} [{:.2f}, {:.2f}]".format(*cell) for cell in cells)
+                lines.append((measure, difficulty, row["prompts"], *cells))
+            means = ([row[measure][0] for row in table.values()] for table in tables.values())
+            cells = (f"{statistics.fmean(values):.2f}{'':13}" for values in means)
+            lines.append((measure, "mean", "", *cells))
+        columns = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
+        return "\n".join(columns.format(*line).rstrip() for line in lines)
+
 
 TASKS = {
     "kk": Task(kk_reward, 3.0, "people", system=KK_SYSTEM_PROMPT, opening="<think>"),
@@ -675,3 +691,48 @@ def load_function(place):
         if own.is_file() and not own.samefile(loaded.__file__):
             raise UserError(f"--reward {place}: {loaded.__file__} has that name: rename your file")
         return functools.partial(getattr(loaded, name))  # or TypeError
+
+
+# ------------------------------------------------- From the rewards of held-out rows to an accuracy
+
+
+def tally(rows, answers, solved_reward):
+    """Greedy accuracy, avg@k and pass@k per difficulty, each (mean, low, high); and mean reward.
+
+    `answers` has (response, reward) pairs for each row, the greedy one first, then k samples.
+    Returns {difficulty: {"prompts": n, "greedy": ..., "avg@k": ..., "pass@k": ..., "reward": ...}}.
+
+    >>> table = tally([{"difficulty": "2"}], [[("a", 3.0), ("b", 3.0), ("c", -1.0)]], 3.0)
+    >>> table["2"]["avg@2"][0], table["2"]["reward"]
+    (0.5, (1.0,))
+    """
+    table = {}
+    for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
+        group = [each for row, each in zip(rows, answers) if row["difficulty"] == difficulty]
+        rewards = [[reward for _, reward in each] for each in group]  # (prompts, 1 + k)
+        k, sampled = len(rewards[0]) - 1, [each[1:] or each for each in rewards]
+        right = [[reward >= solved_reward for reward in each] for each in rewards]
+        measures = {"greedy": [each[0] for each in right]}
+        if k:
+            measures[f"avg@{k}"] = [statistics.fmean(each[1:]) for each in right]
+            measures[f"pass@{k}"] = [any(each[1:]) for each in right]
+        table[difficulty] = {"prompts": len(group)}
+        for name, values in measures.items():
+            mean = statistics.fmean(values)
+            table[difficulty][name] = (mean, *wilson_interval(mean, len(group)))
+        table[difficulty]["reward"] = (statistics.fmean(itertools.chain(*sampled)),)
+    return table
+
+
+def wilson_interval(mean, count):
+    """95 % interval for a share measured on `count` prompts (Wilson's score interval).
+
+    For the mean of values between 0 and 1, such as avg@k, it is rather too wide.
+
+    >>> tuple(round(bound, 3) for bound in wilson_interval(0.5, 100))
+    (0.404, 0.596)
+    """
+    z = 1.959964
+    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count**2))
+    return max(0.0, centre - half), min(1.0, centre + half)

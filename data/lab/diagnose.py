@@ -1,27 +1,20 @@
-"""Does your model have the problem of the paper, and would AR and Lopti help? No training.
+r"""Does your model have the problem of the paper, and would AR and Lopti help? No training.
 
-    python data/lab/diagnose.py                                  # the bundled policy, minutes
+    python data/lab/diagnose.py                                  # the bundled model, minutes
     python data/lab/diagnose.py --model M --data F --task math   # any flags of lopti.py
     python data/lab/diagnose.py --batches 30                     # shorter intervals
+    python data/lab/diagnose.py --only '^\W*\w+'                 # beside an oracle (variants.py)
 
-It samples rollout batches as lopti.py would with the same flags, cuts them into mini-batches (one
-optimizer step each), and takes the gradient of each part of a mini-batch's tokens at the policy
-that sampled: without a clip and the KL. ±: 95 % by the jackknife over mini-batches. α is .3 and η
-.5 unless given. --supervised asks the same of fine-tuning: the texts are the column `response` of
---data instead of samples, Â is 1, and *reward* is their likelihood.
+It samples rollout batches as lopti.py would, cuts them into mini-batches (one optimizer step each),
+and takes the gradient of each part of their tokens at the policy that sampled: without a clip and
+the KL. ±: 95 % by the jackknife over mini-batches. α is .3 and η .5 unless given.
 
 - *Signal* of some tokens: the inner product of their gradient with the whole gradient of another
   mini-batch, the mean over all pairs. That is ⟨∇J, E g⟩, and noise does not count as signal.
-- *Energy* of some tokens: E‖g‖², g their gradient in a mini-batch. AR's predicted gain
-  (theory.unit_progress) neglects the cross terms between bins of π, and takes for each bin one π.
-- *Gain, measured*: the progress of a step of length 1 along a method's gradient of one mini-batch,
-  along the mean gradient of all others, over the same for GRPO. It knows no bins.
-- *Off by*: both are made of the same products, so what one half of the mini-batches predicts is
-  set beside what the other half measures: the root mean square of the difference, both ways.
-- *New attempt*: a word that starts another attempt (Suppose …), the alternatives to `</think>`.
-
-Gradients are kept whole where that takes at most 2 GB; else each as a sketch: inner products are
-right on average, with a standard error of .2 % of the product of the lengths.
+- *Energy* of some tokens: E‖g‖², g their gradient in a mini-batch.
+- *Mean π* by signal, by energy: how much of them is left where a token's gradient counts π times.
+- *Gain*: the progress of a step of length 1 along a method's gradient of one mini-batch, along the
+  mean gradient of all others, over the same for GRPO.
 """
 
 import argparse
@@ -42,8 +35,9 @@ import numpy as np
 import theory
 import torch
 from scipy import stats
+from theory import updated_copy
 from tqdm import tqdm
-from variants import puzzles, updated_copy, wording
+from variants import bias_correction, matching
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 BINS = list(itertools.pairwise(EDGES))
@@ -56,59 +50,30 @@ SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little
 SMALL_IF_SURE = 3  # or one whose interval does not hold 0 and ends before this
 
 # The text that is printed, names of numbers with their digits, {} for answers; a line with ~ for
-# policies with wording only. The paper's numbers are read off its figures for
-# Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
+# --only. The paper's numbers are read off its figures for Qwen2.5-7B-Instruct-1M; the norms over
+# that of all tokens, .82.
 PAGE = Path(__file__).with_suffix(".txt.in").read_text(encoding="utf-8").rstrip()
 
 
-def kinds(ids, mask, tokenizer):
-    """Wording, words that start another attempt, `</think>`: (3, B, L). Else (0, B, L)."""
-    vocabulary = tokenizer.get_vocab()
-    if not {*puzzles.WORDING_WORDS, "</think>"} <= vocabulary.keys():
-        return mask[None][:0]
-    supposing = ids.new_tensor([vocabulary[word] for word in puzzles.WORDING["supposition"]])
-    another = torch.isin(ids, supposing) & mask.roll(1, 1)  # the first attempt is no choice
-    words = wording(ids, tokenizer) & ~another
-    return mask & torch.stack([words, another, ids == vocabulary["</think>"]])
-
-
-def texts_to_learn(policy, tokenizer, rows, args):
-    """A batch of --supervised, as of `collect`: the texts of its rows, Â = 1 on every token."""
-    texts = [[row["prompt"], row["columns"].get("response")] for row in rows]
-    if not all(isinstance(text, str) for _, text in texts):
-        raise lopti.UserError("--supervised needs --data with a column `response`, a text in each")
-    ids = (tokenizer(list(part), add_special_tokens=False)["input_ids"] for part in zip(*texts))
-    prompts, responses, end = *ids, [tokenizer.eos_token_id]
-    responses = [(x + end * (x[-1:] != end))[: args.max_new_tokens] for x in responses]
-    tensors = [x.to(policy.device) for x in lopti.pack(prompts, responses, tokenizer.pad_token_id)]
-    rollout = lopti.Rollout(*tensors, torch.zeros_like(tensors[-1]) > 0, [""] * len(rows))
-    rollout.old_logprobs, _ = lopti.score(policy, rollout, args)
-    rollout.advantages = rollout.mask.float()
-    return rollout, torch.ones(len(rows))
-
-
 def collect(policy, tokenizer, rows, args):
-    """One rollout batch, made as `lopti.training_step` makes it: sample, judge, score, advantages.
-
-    Returns the rollout, with Â before Eq. 4, and the rewards (B,).
-    """
+    """A rollout batch as `lopti.training_step` makes it, with Â before Eq. 4; and rewards (B,)."""
     batch = [row for row in rows for _ in range(args.group_size)]
     prompts = [row["prompt"] for row in rows]
     rollout = lopti.sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args)).to(policy.device)
     rollout.old_logprobs, _ = lopti.score(policy, rollout, args)
+    rollout.advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
     if args.advantage == "grpo":
-        advantages = lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
-    else:
-        advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
-    rollout.advantages = advantages
+        of_answers = lopti.group_advantages(rewards, args.group_size)
+        rollout.advantages = of_answers[:, None] * rollout.mask
     return rollout, rewards
 
 
 def stored(gradient, exact):
     """A gradient, a list of tensors → all of it or its sketch, and some of its entries.
 
-    A sketch is BUCKETS sums of its entries with random signs, the same for each gradient.
+    A sketch is BUCKETS sums of its entries with random signs, the same for each gradient: inner
+    products are right on average, with an error of .2 % of the product of the lengths.
     """
     stride = math.ceil(sum(part.numel() for part in gradient) / ENTRIES)
     kept, entries, seen = [], [], 0
@@ -134,35 +99,31 @@ def alphas_of(args):
     return sorted({*ALPHAS, args.alpha})
 
 
-def gradients(policy, batch, words, args, exact=True):
-    """What a mini-batch's gradient is made of, R rows: (R, D), and their entries (R, E).
+def gradients(policy, batch, matched, args, exact=True):
+    """What a mini-batch's gradient is made of: rows as kept by `stored` (K, D), entries (K, E).
 
-    Rows, in ascent of J, each divided by the number of response tokens, kept as by `stored`:
+    The rows, in ascent of J, each divided by the number of response tokens:
     - Σ Â ∇log π over the tokens of each piece of `pieces_of(η)`: together they are GRPO's gradient;
     - Σ Â π ∇log π over all: AR's gradient is (1-α) GRPO's + α this;
     - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V, and that of the pass π ≥ η;
-    - Σ Â ∇log π over each kind of tokens `words` (kinds, B, L).
-    Also (2, pieces): each piece's energy at the logits, and that times π.
+    - Σ Â ∇log π over the oracle's tokens, `matched` (B, L).
     """
     parameters = [weights for weights in policy.parameters() if weights.requires_grad]
     kept = lopti.tokens_to_keep(policy, batch, args) & batch.old_logprobs.isfinite()
     busy = batch.advantages.any(1).nonzero().flatten().tolist()
-    vectors, entries, at_logits = 0.0, 0.0, 0.0
+    vectors, entries = 0.0, 0.0
     for micro_batch in lopti.micro_batches(busy, batch.lengths, args.tokens_per_microbatch):
         part = batch.rows(micro_batch)
         tokens = kept[micro_batch, : part.mask.shape[1]]
-        with lopti.mixed_precision(policy, args), lopti.gradient_checkpointing(policy, args):
+        with lopti.mixed_precision(policy, args):
             logits = lopti.token_logits(policy, part.ids, tokens, args.temperature, args.min_p)
         advantages, pi = part.advantages[tokens], part.old_logprobs[tokens].exp()  # (N,)
         terms = advantages * lopti.token_logprobs(logits, part.ids, tokens)[tokens]
         pieces = torch.stack([(pi >= low) & (pi < high) for low, high in pieces_of(args.eta)])
         losses = [*(pieces * terms).sum(1), (terms * pi).sum()]
-        losses.append(lopti.bias_correction(logits, advantages, alpha=1.0, eta=0.0))
-        losses.append(lopti.bias_correction(logits, advantages, 0.0, args.eta, "high"))
-        losses += [terms[kind[micro_batch, : tokens.shape[1]][tokens]].sum() for kind in words]
-        squares = logits.detach().softmax(-1).square().sum(-1)  # Σ_a π²
-        energies = (advantages**2 * (1 - 2 * pi + squares)).double()
-        at_logits += torch.stack([(pieces * one).sum(1) for one in (energies, energies * pi)])
+        losses.append(bias_correction(logits, advantages, alpha=1.0, eta=0.0))
+        losses.append(bias_correction(logits, advantages, 0.0, args.eta, "high"))
+        losses.append(terms[matched[micro_batch, : tokens.shape[1]][tokens]].sum())
         rows = []
         for loss in losses:
             options = {"retain_graph": loss is not losses[-1], "materialize_grads": True}
@@ -170,14 +131,13 @@ def gradients(policy, batch, words, args, exact=True):
             rows.append(stored(found, exact))
         of_rows, entries_of_rows = map(torch.stack, zip(*rows))
         vectors, entries = vectors + of_rows, entries + entries_of_rows
-    return vectors, entries, at_logits.cpu().numpy()
+    return vectors, entries
 
 
 def moves(policy, batch, args, norm):
-    """(3,): the mean |Δπ| of likely tokens, π ≥ .75, as in Fig. 1e and f.
+    """The mean |Δπ| of π ≥ .75 after a step on all tokens, on π < .25, on π ≥ .75 (Fig. 1e, f).
 
-    After a step of gradient descent on all tokens, on π < .25 and on π ≥ .75 alone. That on
-    all, whose gradient has the norm `norm`, is as long as a fresh AdamW's.
+    Steps of gradient descent; that on all, with a gradient of this norm, is as long as AdamW's.
     """
     settings = vars(args) | {"kl_coef": 0.0, "mini_batch_size": 0, "max_grad_norm": math.inf}
     args = argparse.Namespace(**settings)
@@ -197,13 +157,7 @@ def moves(policy, batch, args, norm):
 
 
 def jackknife(statistics, count):
-    """{name: (value, half of its 95 % interval)} of a function of the list of mini-batches used.
-
-    >>> values = np.array([1.0, 2.0, 3.0])
-    >>> found = jackknife(lambda used: {"mean": values[used].mean()}, 3)["mean"]
-    >>> [round(float(x), 3) for x in found]  # of a mean it is Student's interval
-    [2.0, 2.484]
-    """
+    """{name: (value, half of its 95 % interval)} of a function of the list of mini-batches used."""
     without = [statistics([j for j in range(count) if j != i]) for i in range(count)]
     factor, result = stats.t.ppf(0.975, count - 1) * (count - 1) ** 0.5, {}
     for name, value in statistics(list(range(count))).items():
@@ -219,24 +173,25 @@ def inner_products(vectors):
 
 
 def methods(args, count):
-    """The gradients of GRPO, both passes of Lopti, AR and AR without its bias (for each α).
+    """The gradients of GRPO, of both passes of Lopti, of AR and AR without its bias for each α.
 
-    Each as its coefficients by the rows of `gradients`: three of (count,), two of (alphas, count).
+    Each as its coefficients by the rows of `gradients`; with AR's is the oracle's, with --only.
     """
     pieces, alphas, rows = pieces_of(args.eta), np.array(alphas_of(args))[:, None], np.eye(count)
     parts, (by_pi, bias) = rows[: len(pieces)], rows[len(pieces) :][:2]
     grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
     ar = (1 - alphas) * grpo + alphas * by_pi
-    return grpo, low, grpo - low, ar, ar - alphas * bias
+    oracle = rows[-1:] if args.only else rows[:0]
+    return grpo, low, grpo - low, np.concatenate([ar, oracle]), ar - alphas * bias
 
 
-def gradient_statistics(dots, at_logits, counts, args, used):
+def gradient_statistics(dots, counts, args, used):
     """What the inner products `dots` of the mini-batches used say.
 
     A gradient is written as its coefficients by the K rows of `gradients`; n mini-batches.
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
-    parts, (_, bias, bias_of_high, *words) = rows[: len(pieces)], rows[len(pieces) :]
+    parts, (by_pi, bias, bias_of_high, oracle) = rows[: len(pieces)], rows[len(pieces) :]
     bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
     grpo, low, high, ar, unbiased = methods(args, len(rows))
     chosen = dots[used][:, :, used]
@@ -244,53 +199,35 @@ def gradient_statistics(dots, at_logits, counts, args, used):
     crossed = (chosen.sum(2) - own) / (n - 1)  # (n, K, K): with the mean of all others
     mean_own, signal_of = own.mean(0), crossed.mean(0) @ grpo  # of K rows
 
-    def lengths(part):
-        return (part @ own @ part + 1e-30) ** 0.5  # (n,)
-
-    def energy(parts):  # of one or of several
-        return (parts @ mean_own * parts).sum(-1) + 1e-30
-
-    def energy_share(parts):
-        return energy(parts) / energy(bins).sum()
-
-    def signal_share(parts):
-        return parts @ signal_of / (grpo @ signal_of)
+    lengths = lambda part: (part @ own @ part + 1e-30) ** 0.5  # (n,)
+    energy = lambda parts: (parts @ mean_own * parts).sum(-1) + 1e-30  # of one or of several
+    signal_share = lambda parts: parts @ signal_of / (grpo @ signal_of)
 
     def progress(*steps):  # of steps of length 1 each, over the length of their sum
         unit = sum(step / lengths(step)[:, None] for step in steps)  # (n, K)
         length = np.einsum("nk,nkl,nl->n", unit, own, unit) ** 0.5
         return (np.einsum("nk,nkl,l->n", unit, crossed, grpo) / length).mean()
 
-    def gain(*steps):
-        return 100 * (progress(*steps) / progress(grpo) - 1)
+    gain = lambda *steps: 100 * (progress(*steps) / progress(grpo) - 1)
 
-    weight, weighted = at_logits[used].sum(0)
-    terms = weighted / (weight + 1e-30), parts @ signal_of, energy(parts)  # π, signal, energy
-    by_signal, by_energy = ((terms[0] * x).sum() / x.sum() for x in terms[1:])
-    predicted = np.array([theory.unit_progress(*terms, x) for x in (0.0, *alphas_of(args))])
+    by_signal, by_energy = signal_share(by_pi), (grpo @ mean_own @ by_pi) / energy(grpo)
     sigma, phi = signal_share(high), math.atan((energy(high) / energy(low)) ** 0.5)
     cosine = (low @ mean_own @ high) / (energy(low) * energy(high)) ** 0.5
     split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
     if min(lengths(low).max(), lengths(high).max()) < NOTHING:
         split = np.nan
     norms = np.array([lengths(x).mean() for x in (*bins, grpo)])
-    tokens, of_words = np.split(counts[used].sum(0), [4])
-    stop, stops = sum(words[3:], 0 * grpo), of_words[3:].sum()  # `</think>`, any π
-    words = np.stack([*words[:3], bins[0] - sum(words[:3])])
-    of_words = np.append(of_words[:3], tokens[0] - of_words[:3].sum())
+    *tokens, of_oracle = counts[used].sum(0) / counts[used, :4].sum()
+    of_oracle = [of_oracle, energy(oracle) / energy(bins).sum(), signal_share(oracle)]
     return {
         "progress": progress(grpo),
         "ratio": norms[0] / norms[3] if norms[3] > NOTHING else np.nan,
-        "share of tokens": tokens / tokens.sum(),
+        "share of tokens": np.array(tokens),
         "‖gradient‖ (of all tokens: 1)": norms[:4] / norms[4],
-        "share of the energy": energy_share(bins),
+        "share of the energy": energy(bins) / energy(bins).sum(),
         "share of the signal": signal_share(bins),
-        "share of tokens, of these": of_words / tokens.sum(),
-        "share of the energy, of these": energy_share(words),
-        "share of the signal, of these": signal_share(words),
-        "its shares": np.array([stops / tokens.sum(), energy_share(stop), signal_share(stop)]),
+        "share of the oracle": np.array(of_oracle),
         "mean π": np.array([by_signal, by_energy, by_signal - by_energy]),
-        "gain in %, predicted": 100 * (predicted[1:] / predicted[0] - 1),
         "gain in %, measured": np.array([gain(step) for step in ar]),
         "gain in %, measured, without the bias": np.array([gain(step) for step in unbiased]),
         "the bias along ∇J (signal: 1)": np.array(alphas_of(args)) * signal_share(bias),
@@ -298,19 +235,6 @@ def gradient_statistics(dots, at_logits, counts, args, used):
         "of this a bias (π < η: minus this)": np.array([signal_share(bias_of_high)]),
         "an optimizer for each pass": np.array([split, gain(low, high)]),
     }
-
-
-def half_statistics(dots, at_logits, counts, args, used):
-    """How far predictions from every other mini-batch are off the gains of those between: rms."""
-    predicted, measured = [], []  # of both halves: for each α, and for Lopti
-    for half in (used[::2], used[1::2]):
-        with np.errstate(all="ignore"):  # of one mini-batch there are no pairs
-            found = gradient_statistics(dots, at_logits, counts, args, half)
-        of_lopti = found["an optimizer for each pass"]
-        predicted.append([*found["gain in %, predicted"], of_lopti[0]])
-        measured.append([*found["gain in %, measured"], of_lopti[1]])
-    off = (np.subtract(predicted, measured[::-1]) ** 2).mean(0) ** 0.5  # each beside the other
-    return {"gain in %, prediction off by": off[:-1], "prediction off by": off[-1:]}
 
 
 def adam_statistics(entries, args, used):
@@ -331,17 +255,12 @@ def adam_statistics(entries, args, used):
         found.append([float(steps.norm(dim=1).sum()), float((steps * grpo).sum())])
     distance, progress = np.array(found).T / np.array(found[:1]).T
     per_distance = progress / distance
-    with_bias, without_bias = np.split(100 * (per_distance[2:] - 1), 2)
+    with_bias, without_bias = np.split(100 * (per_distance[2:] - 1), [len(ar)])
     return {
         "one AdamW for both passes": np.array([distance[1], progress[1], per_distance[1]]),
         "gain in %, AdamW": with_bias,
         "gain in %, AdamW, without the bias": without_bias,
     }
-
-
-def move_statistics(moved, used):
-    every, low, high = moved[used].mean(0)
-    return {"moves π ≥ .75 (an update on all: 1)": np.array([low, high, low - high]) / every}
 
 
 def page(found, args):
@@ -354,29 +273,21 @@ def page(found, args):
         cells = [cell.replace("-", "−") for cell in cells]
         return f"{label:<40}" + "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
 
-    alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
+    alphas = [f"α = {alpha:g}" for alpha in alphas_of(args)] + ["oracle"] * bool(args.only)
+    alphas = "".join(f"{alpha:>15}" for alpha in alphas)
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
-    worded = found["share of tokens, of these"][0][:-1].any()  # the bundled policy, its relatives
-    text = re.sub("^~" if worded else "^~.*\n", "", PAGE, flags=re.MULTILINE)
+    text = re.sub("^~" if args.only else "^~.*\n", "", PAGE, flags=re.MULTILINE)
     return re.sub(r"(.*) \| (\d)", numbers, text).format(*answers, alphas=alphas)
 
 
 def compared(gain, half):
-    """A gain in % over GRPO with its interval, and what to expect of it.
-
-    >>> compared(-3.4, 7.6)
-    '3 % less reward than GRPO (95 % interval: −11 to 4 %): little difference'
-    >>> [compared(*pair).split(": ")[2] for pair in ((10, 7.5), (-10, 7.5), (10, 12), (1, 0.5))]
-    ['it helps', 'it does harm', 'not decided, take more --batches', 'little difference']
-    """
-    sure = abs(gain) > half
+    """A gain in % over GRPO with its interval, and what to expect of it."""
+    answer, sure = "not decided, take more --batches", abs(gain) > half
     if abs(gain) + half < (SMALL_IF_SURE if sure else SMALL):
         answer = "little difference"
     elif sure:
         answer = "it helps" if gain > 0 else "it does harm"
-    else:
-        answer = "not decided, take more --batches"
     interval = f"{round(gain - half)} to {round(gain + half)} %".replace("-", "−")
     amount = f"{abs(round(gain))} % {'less' if round(gain) < 0 else 'more'}"
     return f"{amount} reward than GRPO (95 % interval: {interval}): {answer}"
@@ -417,27 +328,25 @@ def sentences(found, args):
     )
 
 
-def measure(policy, tokenizer, rows, count, args, supervised=False):
+def measure(policy, tokenizer, rows, count, args):
     """All numbers of `count` rollout batches, name → (value, half), and a line about them."""
     responses = args.prompts_per_step * args.group_size
     size = min(args.mini_batch_size or responses, responses)
     planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
-    exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 7) <= MEMORY
+    exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 4) <= MEMORY
     torch.manual_seed(args.seed)
-    source = texts_to_learn if supervised else collect
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []
     for _ in tqdm(range(count), "rollout batches", disable=None):
-        rollout, rewards = source(policy, tokenizer, next(prompts), args)
+        rollout, rewards = collect(policy, tokenizer, next(prompts), args)
         right += (rewards >= args.solved_reward).tolist()
         for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step
                 pi = batch.old_logprobs.exp()
-                every, low = kinds(batch.ids, batch.mask, tokenizer), pi < EDGES[1]
-                words = torch.cat([every & low, every[2:]])
-                found = gradients(policy, batch, words, args, exact)
+                matched = matching(batch.ids, batch.mask, tokenizer, args.only)
+                found = gradients(policy, batch, matched, args, exact)
                 counts = np.histogram(pi[batch.mask].tolist(), EDGES)[0]
-                measured.append((*found, np.append(counts, words.sum((1, 2)).tolist())))
+                measured.append((*found, np.append(counts, int(matched.sum()))))
                 if len(measured) % max(2, planned // 5) == 1:  # it takes as long as the gradients
                     norm = found[0][: len(pieces_of(args.eta))].double().sum(0).norm()
                     moved.append(moves(policy, batch, args, float(norm)))
@@ -451,30 +360,25 @@ def measure(policy, tokenizer, rows, count, args, supervised=False):
     entries = torch.stack(entries).double()
     numbers = inner_products(torch.stack(vectors)), *map(np.stack, others), args
     found = jackknife(partial(gradient_statistics, *numbers), used)
-    off = half_statistics(*numbers, list(range(used)))  # one number of two halves: no interval
-    found |= {name: np.stack([values, values * np.nan]) for name, values in off.items()}
     found |= jackknife(partial(adam_statistics, entries, args), used)
-    found |= jackknife(partial(move_statistics, np.stack(moved)), len(moved))
+    name, parts = "moves π ≥ .75 (an update on all: 1)", lambda x: [x[1], x[2], x[1] - x[2]] / x[0]
+    found |= jackknife(lambda used: {name: parts(np.mean([moved[i] for i in used], 0))}, len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
-    told = "texts, Â = 1" if supervised else f"answers, {share} right"
-    return found, f"{used} mini-batches of {size} {told}, gradients {kept}"
+    return found, f"{used} mini-batches of {size} answers, {share} right, gradients {kept}"
 
 
 def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--batches", type=lopti.number(int, 1), default=10, help="default: 10")
-    parser.add_argument("--supervised", action="store_true", help="fine-tuning on texts instead")
-    options, flags = parser.parse_known_args(argv)
+    parser.add_argument("--only", default="", help="the words that an oracle would train on")
+    own, flags = parser.parse_known_args(argv)
     args = lopti.parse_arguments(["--alpha", "0.3", "--eta", "0.5", *flags])  # the paper's
-    if args.without_bias or args.eval_only:
-        message = "leave --without-bias and --eval-only out: the page has both, of training prompts"
-        raise lopti.UserError(message)
-    if options.supervised:  # texts instead of answers
-        args.prompts_per_step, args.group_size = args.prompts_per_step * args.group_size, 1
-    started = time.process_time()
+    if args.eval_only:
+        raise lopti.UserError("leave --eval-only out: the page is about training prompts")
+    args.only, started = own.only, time.process_time()
     policy, tokenizer, rows, _ = lopti.prepare(args)
-    found, text = measure(policy, tokenizer, rows, options.batches, args, options.supervised)
+    found, text = measure(policy, tokenizer, rows, own.batches, args)
     print(f"{text}, {time.process_time() - started:.0f} s of processor time\n")
     print(page(found, args))
 

@@ -1,6 +1,7 @@
-"""The pictures of notebook.ipynb, so that its cells stay short."""
+"""The pictures and checks of notebook.ipynb, so that its cells stay short."""
 
 import inspect
+import io
 import json
 import math
 import re
@@ -14,20 +15,47 @@ import lopti  # isort: skip, before torch
 
 import matplotlib.pyplot as plt
 import pandas
+import PIL.Image
 import torch
-from IPython.display import Code, Markdown, display
+from IPython.display import SVG, Code, Image, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
-from plot import COLORS, RANDOM, REVERSED, TWO
 from theory import logit_gradient_bounds
-from variants import random_split
 
-# From unlikely to likely, in the two colours of the whole project.
+# Orange is unlikely, blue is likely, everywhere. Colour-blind readers can tell these apart.
+COLORS = {
+    "low": "#D55E00",
+    "high": "#0072B2",
+    "GRPO": "#555555",
+    "GRPO, two passes": "#8B5A2B",
+    "AR": "#B79AD0",
+    "AR α = 1": "#6A3D9A",
+    "Lopti": "#009E73",
+    "reversed Lopti": "#8FD1BB",
+    "AR + Lopti": "#CC79A7",
+}
+LOOK = {"font.size": 15, "axes.titlesize": 17, "axes.titlelocation": "left", "savefig.dpi": 80}
+LOOK |= {"axes.spines.top": False, "axes.spines.right": False, "lines.linewidth": 2.5}
+LOOK |= {"figure.constrained_layout.use": True, "legend.frameon": False}
+plt.rcParams.update(LOOK)
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
 
 
+def roadmap(*boxes):
+    """README's picture with these boxes as they are and the others faint; without boxes, all."""
+    picture = (HERE / "results" / "hero.svg").read_text(encoding="utf-8")
+    for box in {*re.findall('<g id="(.*?)"', picture)} - {*boxes} if boxes else ():
+        picture = picture.replace(f'<g id="{box}"', f'<g id="{box}" opacity=".2"')
+    display(SVG(picture.replace('width="640"', 'width="400"')))
+
+
 def answer(text):
-    """The answer to a chapter's question, below its picture."""
-    plt.show()
+    """The pictures drawn so far, in few colours so that the file stays small; then the answer."""
+    for number in plt.get_fignums():
+        drawn, small = io.BytesIO(), io.BytesIO()
+        plt.figure(number).savefig(drawn, bbox_inches="tight")
+        PIL.Image.open(drawn).convert("RGB").quantize(128).save(small, "png", optimize=True)
+        display(Image(small.getvalue(), alt=plt.figure(number).axes[0].get_title("left")))
+    plt.close("all")
     display(Markdown(f"**Answer.** {text}"))
 
 
@@ -42,8 +70,8 @@ def source(function, first="", last="\0"):
 # ---- Tokens and answers
 
 
-def token_sheet(tokens, pi, pulls, title, width=78):
-    """An answer: each token on the colour of its π, under it a bar as high as its gradient."""
+def token_sheet(tokens, pi, pushes, title, width=78):
+    """An answer: each token on the colour of its π, under it a bar as high as its push."""
     places, x, line = [], 0, 0
     for token in tokens:
         if x + len(token) + 1 > width:
@@ -51,13 +79,13 @@ def token_sheet(tokens, pi, pulls, title, width=78):
         places.append((x, -2.7 * line, len(token) + 0.8))
         x += len(token) + 1
     figure, axis = plt.subplots(figsize=(13, 0.85 * (line + 1) + 1.5))
-    for token, (x, y, size), probability, pull in zip(tokens, places, pi, pulls):
+    for token, (x, y, size), probability, push in zip(tokens, places, pi, pushes):
         axis.add_patch(plt.Rectangle((x, y), size, 0.85, color=PROBABILITY(probability)))
         ink = "white" if abs(probability - 0.5) > 0.3 else "black"
         how = {"ha": "center", "va": "center", "family": "monospace", "fontsize": 13}
         axis.text(x + size / 2, y + 0.4, token, color=ink, **how)
         color = COLORS["low" if probability < 0.5 else "high"]
-        axis.add_patch(plt.Rectangle((x + size / 2 - 1, y - 0.1), 2, -pull, color=color))
+        axis.add_patch(plt.Rectangle((x + size / 2 - 1, y - 0.1), 2, -push, color=color))
     axis.set(xlim=(0, width), ylim=(places[-1][1] - 1.6, 1), title=title)
     axis.axis("off")
     scale = plt.cm.ScalarMappable(cmap=PROBABILITY)
@@ -65,29 +93,13 @@ def token_sheet(tokens, pi, pulls, title, width=78):
     figure.colorbar(scale, ax=axis, location="bottom", aspect=60, shrink=0.6, label=label)
 
 
-def group(texts, rewards, advantages):
-    """The answers of a group: what each says at its end, its reward, and its Â as a bar."""
-    ends = [" ".join(re.findall("<answer>([^<]*)</answer>", text)[-1:]).split() for text in texts]
-    said = [" ".join(end).replace(" is a", "")[:48] or "no answer" for end in ends]
-    names = [f"{end}   R = {float(x):g}".replace("-", "−") for end, x in zip(said, rewards)]
-    _, axis = plt.subplots(figsize=(12, 4.4))
-    colors = ["#333333" if value > 0 else "#AAAAAA" for value in advantages]
-    bars = axis.barh(range(len(names)), advantages, color=colors)
-    axis.bar_label(bars, [f"{x:+.2f}".replace("-", "−") for x in advantages], padding=4)
-    axis.set_yticks(range(len(names)), names, fontsize=13)
-    axis.axvline(0, color="black", linewidth=1)
-    axis.margins(x=0.15)
-    axis.set(title="Better than the group: pushed up; worse: pushed down", xlabel="advantage Â")
-    axis.invert_yaxis()
-
-
-def cone(pi, norms, vocabulary_size):
-    """‖∇_z log π‖ of every token, between the bounds of Prop. 4.2."""
+def cone(pi, pushes, vocabulary_size):
+    """The push of every token, between the bounds of Prop. 4.2."""
     grid = torch.linspace(0, 1, 100)
     _, axis = plt.subplots(figsize=(11, 4.8))
     allowed = {"color": COLORS["GRPO"], "alpha": 0.25, "label": "between 1 and √2 times 1 − π"}
     axis.fill_between(grid, *logit_gradient_bounds(grid, vocabulary_size), **allowed)
-    axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
+    axis.scatter(pi, pushes, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
     axis.plot([], [], "o", color=COLORS["low"], label="a token, coloured by its π")
     title = "Every push lies between the two bounds, which fall as π rises"
     axis.set(title=title, xlabel="π of the token", ylabel="push: ‖∇ log π‖ at the logits")
@@ -102,30 +114,13 @@ def bars(groups, colors, title, ylabel, digits=2):
     axis = values.plot.bar(yerr=halves, title=title, ylabel=ylabel, **look)
     for shown in axis.containers:
         if hasattr(shown, "patches"):  # bars, not their whiskers
-            fmt = lambda x: f"{x:.{digits}f}".replace("-", "−")
+            places = lambda x: digits + (0 < abs(x) < 0.005)  # .003 is not .00
+            fmt = lambda x, places=places: f"{x:.{places(x)}f}".replace("-", "−")
             axis.bar_label(shown, fmt=fmt, fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.1)
     below = -0.1 - 0.07 * max(name.count("\n") for name in groups)
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, below), ncols=len(colors))
-
-
-def from_level(values, level, title, ylabel):
-    """A bar for each method, {method: value}, in its own colour, up or down from `level`."""
-    _, axis = plt.subplots(figsize=(12, 4.2))
-    heights, colors = [x - level for x in values.values()], [COLORS[name] for name in values]
-    drawn = axis.bar(list(values), heights, bottom=level, color=colors)
-    axis.bar_label(drawn, [f"{x:.2f}" for x in values.values()], padding=3)
-    axis.axhline(level, color="black", linewidth=1)
-    axis.margins(y=0.15)
-    axis.set(title=title, ylabel=ylabel)
-
-
-def treatments(old_logprobs, mask, eta=0.5):
-    """What each optimizer step updates: name → masks (B, L), one for each step."""
-    low, high = lopti.split_tokens(old_logprobs, mask, eta)
-    steps = {"GRPO": [mask], TWO: [mask, mask], "Lopti": [low, high], REVERSED: [high, low]}
-    return {**steps, RANDOM: random_split(old_logprobs, mask, eta)}
 
 
 def on_record(model, row):
@@ -135,7 +130,7 @@ def on_record(model, row):
     return [tuple(map(float, x)) for x in re.findall(r"(\S+) ± (\S+)", line.replace("−", "-"))]
 
 
-# ---- The clip, the curves, a port
+# ---- The clip, curves, and what golden.json says of a student's work
 
 
 def clip_cases(letters):
@@ -153,7 +148,7 @@ def clip_cases(letters):
         color = "white" if 0.8 < at < 1.24 else "black"
         how = {"ha": "center", "va": "center", "color": color, "weight": "bold"}
         axis.text(at, float(advantage > 0), name, **how)
-    title = "Dark: it has a gradient. Light: none"
+    title = "Dark: it has a gradient. Light: none, but for the KL"
     axis.set(xscale="log", xlabel="ratio r = π_θ / π_old", title=title)
     axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2], [".3", ".80", "1", "1.24", "2.2"])
     axis.set_xticks([], minor=True)
@@ -165,18 +160,40 @@ def curves(lines, title, xlabel, ylabel, letters=()):
     _, axis = plt.subplots(figsize=(11, 4.6))
     for name, (x, y, style) in lines.items():
         axis.plot(x, y, label=name, **style)
-    for x, y, name in letters:
-        axis.plot(x, y, "o", color="black")
-        axis.annotate(name, (x, y), (6, 6), textcoords="offset points")
+    for at, height, name in letters:
+        axis.plot(at, height, "o", color="black")
+        axis.annotate(name, (at, height), (6, 6), textcoords="offset points")
+    if isinstance(x, range):
+        axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
+def golden(name):
+    return json.loads((HERE.parent / "golden.json").read_text(encoding="utf-8"))[name]
+
+
+def check(method):
+    """Compares method(advantages, pi, mask, alpha, eta) with golden.json: Â after Eq. 4, passes."""
+    right, cases = {"AR": 0, "Lopti": 0}, golden("cases")
+    for case in cases:
+        names = "advantages", "old_logprobs", "reweighted_advantages", "low"
+        raw, old, weighted, low = (torch.tensor(case[name]) for name in names)
+        mask = torch.arange(old.shape[1]) < torch.tensor(case["lengths"])[:, None]
+        expected, settings = [low, mask & ~low], (case["alpha"], case["eta"])
+        found, passes = method(raw[:, None] * mask, old.exp(), mask, *settings)
+        right["AR"] += torch.allclose(found, weighted, atol=1e-6)
+        expected = expected if case["eta"] else [mask]
+        right["Lopti"] += len(passes) == len(expected) and all(map(torch.equal, passes, expected))
+    for name, count in right.items():
+        said = "done" if count == len(cases) else "not yet"
+        print(f"{name}: {said}, {count} of {len(cases)} cases are right")
+
+
 def compare(port):
     """The largest difference of a port's weights from golden.json, after each optimizer step."""
-    cases = json.loads((HERE.parent / "golden.json").read_text(encoding="utf-8"))["rollouts"]
     found = {}
-    for case in cases[:4]:  # GRPO, AR, Lopti, both
+    for case in golden("rollouts")[:4]:  # GRPO, AR, Lopti, both
         right = [torch.tensor(step["table"], dtype=torch.float64) for step in case["steps"]]
         pairs = zip(right, port(case), strict=True)
         found[case["name"]] = pandas.Series([float((a - b).abs().max()) for a, b in pairs])

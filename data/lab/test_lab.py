@@ -1,10 +1,11 @@
-"""Checks the laboratory: theory, worlds, diagnose.py, the tables, the token page, the lecture.
+"""Checks the laboratory: theory, variants, compare.py, diagnose.py, the token page, the lecture.
 
 python -m pytest -q data/lab                # the quick ones
-LOPTI_ALL=1 python -m pytest -q data/lab    # also the tables and the lecture
+LOPTI_ALL=1 python -m pytest -q data/lab    # also the lecture, run
 """
 
 import ast
+import copy
 import doctest
 import graphlib
 import importlib
@@ -41,41 +42,41 @@ import torch
 for package in ("matplotlib", "pandas", "scipy", "IPython"):
     pytest.importorskip(package, reason="pip install -r data/lab/requirements.txt")
 
-import analysis
+import compare
 import diagnose
-import experiments
 import lecture
-import plot
-import pretrain
 import theory
 import tokens as pages
 import transformers
-import world
-from scipy import stats
-from tokenizers import Tokenizer
+import variants
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from variants import puzzles
 
 import lopti
 
 # ------------------------------------------------------------------------------ the token page
 
+LAB = Path(__file__).resolve().parent
 PAGE_FLAGS = "--people 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
 
 
-def page_data(flags, path):
-    """The data that a new page holds."""
-    pages.main([*flags.split(), "--out", str(path)])
+def data_of(path):
+    """The data that a page holds."""
     text = path.read_text(encoding="utf-8")
     return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
 
 
+def page_data(flags, path):
+    pages.main([*flags.split(), "--out", str(path)])
+    return data_of(path)
+
+
 def test_the_token_pages_numbers(tmp_path, monkeypatch):
     """Each by hand from the plain distribution; the change of log π from updates of our own."""
-    batches, svg = [], tmp_path / "update.svg"
+    batches, svg = [], tmp_path / "hero.svg"
     spy(monkeypatch, diagnose, "collect", lambda batch, *inputs: batches.append(batch))
-    shown = page_data(f"{PAGE_FLAGS} --picture {svg}", tmp_path / "tokens.html")
+    shown = page_data(f"{PAGE_FLAGS} --hero {svg}", tmp_path / "tokens.html")
     rollout, values = batches[0]
     policy, grpo, first = (lopti.load_model(TINY, "cpu")[0] for _ in range(3))
     args, pair = arguments("--mini-batch-size 0"), pages.best_and_worst(values, 4, 1)[0]
@@ -91,7 +92,7 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
         moved = (plain_logprobs(one, (prompt, ids), 1.0).detach() for one in (grpo, first))
         expected = {
             "pi": chosen,
-            "gradient": (advantages.sum() / len(ids)).abs() * slope.norm(dim=1),
+            "weighted_push": (advantages.sum() / len(ids)).abs() * slope.norm(dim=1),
             **{name: x - chosen.log() for name, x in zip(("grpo", "lopti_low"), moved)},
         }
         found.append((expected, [TOKENIZER.batch_decode(x[:, None]) for x in pi.topk(5).indices]))
@@ -102,26 +103,31 @@ def test_the_token_pages_numbers(tmp_path, monkeypatch):
             assert answer["tokens"][name] == wanted, name
         assert "".join(answer["texts"]) == TOKENIZER.decode(rows[index][1])
         assert [[name for name, *_ in top[:5]] for top in answer["likeliest"]] == likeliest
+    every = {name: torch.cat([expected[name] for expected, _ in found]) for name in found[0][0]}
+    low = every["pi"] < 0.5
+    shares = low.float().mean(), every["weighted_push"][low].sum() / every["weighted_push"].sum()
+    assert [*shown["shares"].values()] == pytest.approx([100 * float(x) for x in shares], abs=0.05)
 
-    text = svg.read_text(encoding="utf-8")  # the picture
+    text = svg.read_text(encoding="utf-8")  # the picture has the first answer's bars, by π
     root = xml.etree.ElementTree.fromstring(text)
     assert not [node.tag for node in root.iter() if node.tag.endswith(("script", "image"))]
-    assert len(text.encode()) < 80_000
-    one = found[pair[0]][0]  # the answer that is drawn
-    every = {name: torch.cat([expected[name] for expected, _ in found]) for name in one}
-    here = ("are # % of this answer", "have # % of the summed", "have # % of all change")
-    there = ("# % of the tokens", "# % of the push", "# % of the movement")
-    for numbers, told in ((one, here), (every, there)):
-        low = numbers["pi"] < 0.5
-        sums = {"tokens": (torch.ones(len(low)), low), "gradient": (numbers["gradient"], low)}
-        sums |= {"first": (numbers["lopti_low"].abs(), low)}
-        for (name, (sizes, part)), words in zip(sums.items(), told):
-            share = 100 * float(sizes[part].sum() / sizes.sum())
-            assert words.replace("#", f"{share:.0f}") in "".join(root.itertext())
-            assert numbers is one or shown["shares"][name] == pytest.approx(share, abs=0.05)
-    bars = [float(height) for height in re.findall(r"h14v([\d.]+)h", text)]
-    wanted = 56 * found[pair[0]][0]["gradient"] / found[pair[0]][0]["gradient"].max()
-    assert bars == pytest.approx(wanted[: len(bars)].tolist(), abs=0.06) and len(bars) > 5
+    one = found[pair[0]][0]
+    pi, order = one["pi"].sort()
+    heights = 116 * one["weighted_push"][order] / one["weighted_push"].max()
+    drawn = r'"(low|high)" .*d="M([\d.]+) 206v-([\d.]+)h.*206v-([\d.]+)h'
+    kinds, *bars = zip(*re.findall(drawn, text))
+    assert [kind == "low" for kind in kinds] == (pi < 0.5).tolist()
+    for numbers, wanted in zip(bars, (19 + 592 * pi, heights, heights * (0.3 * pi + 0.7))):
+        assert [*map(float, numbers)] == pytest.approx(wanted.tolist(), abs=0.1)
+    share = 100 * heights[pi < 0.5].sum() / heights.sum()
+    said = f"a step on the {int((pi < 0.5).sum())} unlikelytokens, {share:.0f} % of the push"
+    assert said in "".join(root.itertext())
+
+
+def test_page_and_picture_on_record_are_of_one_run():
+    results = LAB / "results"
+    drawn = pages.hero(data_of(results / "tokens.html"))
+    assert (results / "hero.svg").read_text(encoding="utf-8") == drawn
 
 
 def test_what_is_given_is_taken(tmp_path):
@@ -132,9 +138,23 @@ def test_what_is_given_is_taken(tmp_path):
     for answer in prompt["answers"]:  # then AR is GRPO, and Lopti has no first pass
         assert answer["tokens"]["ar"] == answer["tokens"]["grpo"] == answer["tokens"]["lopti"]
         assert not any(answer["tokens"]["lopti_low"])
-    for flags in ("--without-bias", "--eval-only", "--stapo", "--top-entropy 0.2", "--min-p 0.1"):
-        with pytest.raises(lopti.UserError, match=f"not {flags.split()[0]}"):
+    for flags in (
+        "--eval-only",
+        "--stapo",
+        "--min-p=0.1",
+        "--output x",
+        "--passes 2",
+        "--eta 0 --name a",
+    ):
+        with pytest.raises(lopti.UserError, match=f"not --{flags.split('--')[-1].split()[0]}"):
             pages.main(flags.split())
+
+
+def test_no_picture_of_a_group_that_teaches_nothing():
+    answer = {"advantage": 0.0}
+    data = {"prompts": [{"answers": [answer, answer]}], "settings": {"eta": 0.5, "alpha": 0.3}}
+    with pytest.raises(lopti.UserError, match="no answer is better"):
+        pages.hero(data)
 
 
 def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
@@ -145,7 +165,7 @@ def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     (folder / "chat_template.jinja").unlink()
     flags = f"--task math --data {data} --model {folder} --max-new-tokens 1 --group-size 2"
     (prompt,) = page_data(flags, tmp_path / "page.html")["prompts"]
-    assert html in prompt["text"] and prompt["solution"] == html
+    assert prompt["text"] == prompt["solution"] == html
     assert [len(answer["texts"]) for answer in prompt["answers"]] == [1, 1]
     missing = lambda: pages.main(["--model", str(tmp_path / "nothing")])
     assert lopti.exit_code(missing, "tokens.py") == 2
@@ -153,8 +173,6 @@ def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
 
 
 # ------------------------------------------------------------------------------ the programs
-
-LAB = Path(__file__).resolve().parent
 
 
 def imports_of(file):
@@ -181,7 +199,7 @@ def test_lopti_comes_before_torch(folder):
             assert names[0] == "lopti", file
 
 
-@pytest.mark.parametrize("program", [analysis, diagnose, experiments, plot, pages, world])
+@pytest.mark.parametrize("program", [compare, diagnose, pages])
 def test_help_says_what_a_program_does_and_touches_nothing(program, monkeypatch, capsys):
     def run(*flags):
         monkeypatch.setattr(sys, "argv", [program.__name__, *flags])
@@ -190,192 +208,180 @@ def test_help_says_what_a_program_does_and_touches_nothing(program, monkeypatch,
         return stop.value.code
 
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: pytest.fail("wrote"))
-    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda *_: pytest.fail("drew"))
     assert run("--help") == 0 and program.__doc__.split("\n")[0] in capsys.readouterr().out
-    if program not in (diagnose, pages):  # they take lopti.py's
-        assert run("--wirte") == 2 and "--wirte" in capsys.readouterr().err
 
 
-def test_experiments_in_a_folder_with_a_space(tmp_path):
-    work = tmp_path / "a b"
-    _, command = experiments.command_of("GRPO", 3, "--alpha 0.5", work)
-    args = lopti.parse_arguments(command[2:])
-    assert args.output == str(work) and args.eval_data == str(work / "kk_test.jsonl")
+def test_compare_refuses_in_one_sentence(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for flags, said in {
+        "--seeds 0-1 --jbos": "two methods or more",
+        "--seeds 0-1 --eta=0.5 --stapo --names GRPO": "as many --names",
+        "--seeds 0-1 --rates 1 2 --eta=0.5 --stapo": "--rates needs --rate-seeds",
+        "--seeds 0-4 --rates 1 2 --rate-seeds 4 --eta=0.5 --stapo": "--seeds has none of these",
+        "--seeds 0-4 --eta=0.5 --stapo wrong": "unrecognized arguments: wrong",
+    }.items():
+        monkeypatch.setattr(sys, "argv", ["compare.py", *flags.split()])
+        with pytest.raises(SystemExit):
+            compare.main()
+        assert said in capsys.readouterr().err
+    assert not any(tmp_path.iterdir()) and compare.numbers("0-2,7") == [0, 1, 2, 7]
 
 
-def test_a_world_is_trained_written_and_read(tmp_path, monkeypatch, in_float64):
-    """All methods at all rates: the table of the file has the leads of its rows."""
-    of, file = world.World(wording=4, late=True), tmp_path / "world.jsonl"
-    small = {"WORLDS": {"small": (of, 0.01)}, "STEPS": 2, "TUNING": 1, "JUDGED": 3, "FILE": file}
-    for name, value in small.items():
-        monkeypatch.setattr(world, name, value)
-    monkeypatch.setattr(sys, "argv", ["world.py"])
-    world.main()
-    rows = read_jsonl(file)
-    assert len(rows) == 3 * len(world.METHODS)
-    of_view = {row["method"]: row["accuracies"] for row in rows if row["view"] == "equal KL"}
-    lead = np.mean(of_view["oracle"]) - np.mean(of_view["GRPO"])
-    [told] = re.findall(r"oracle − GRPO .* (\S+) ± \S+ \|\n", analysis.worlds_table(rows))
-    assert float(told) == pytest.approx(lead, abs=6e-4)
+# ------------------------------------------------------------------------------ compare.py
 
 
-# ------------------------------------------------------------- laboratory, report, documentation
+def line_of(kl_of_step, lead, held_out):
+    """A line of results: accuracy is 5 times the KL plus `lead`; a first evaluation far above."""
+    kl = kl_of_step * np.arange(9)
+    of_size = lambda x: {"prompts": 9, "greedy": [0.9, 0, 1], "avg@4": [x, 0, 1]}
+    after = {"2": of_size(held_out - 0.1), "3": of_size(held_out + 0.1)}
+    evaluations = [{"step": 0, "table": {"2": of_size(9.0)}}, {"step": 8, "table": after}]
+    metrics = {"accuracy": (5 * kl + lead).tolist(), "rollout/kl": kl.tolist()}
+    return {"flags": "--some", "evaluations": evaluations, "metrics": metrics}
 
 
-def line_of(method, seed, *sampled, training=(0.0,), kl=(0.0, 0.0)):
-    """A line of runs.jsonl with these evaluations on 2 people, half of them on 3."""
-    sizes = [
-        {"2": {"avg@2": [x], "greedy": 0.0}, "3": {"avg@2": [x / 2], "greedy": 0.0}}
-        for x in sampled
-    ]
-    metrics = {"accuracy": [0.0, *training], "kl": list(kl)}
-    return {"method": method, "seed": seed, "evaluations": sizes, "metrics": metrics}
+def test_the_table_of_compare():
+    """By hand. By step GRPO has .05 · 4.5, as the first step does not count, twice the KL .45.
 
-
-def test_the_laboratorys_comparisons():
-    """Series of seeds are merged, runs paired by seed, the first evaluation left out; Holm."""
-    lines = [line_of("GRPO", seed, 9, 0.4, 0.6, 0.8, training=[seed / 8]) for seed in range(3)]
-    lines += [line_of("Lopti", 0, 9, 0.8, training=[0.5])]
-    lines += [line_of("Lopti", seed, 9, 0.8, training=[0.5]) for seed in (2, 1, 7)]
-    lines += [line_of("AR", 0, 9, 0.8), line_of("80/20", 2), line_of("80/20", 1, training=[0.125])]
-    frame = analysis.run_frame(lines)
-    grpo, lopti_runs = (frame[frame.method == name] for name in ("GRPO", "Lopti"))
-    assert grpo["sampled accuracy"].tolist() == pytest.approx([0.75 * 0.7] * 3)
-    assert len(lopti_runs) == 4 and lopti_runs["sampled accuracy"].eq(0.75 * 0.8).all()
-    pairs = [(method, "GRPO") for method in ("Lopti", "AR", "80/20")]
-    found = analysis.differences(frame, pairs, analysis.WHOLE)
-    assert list(found) == [("Lopti", "GRPO"), ("80/20", "GRPO")]  # of AR there is one run
-    values, mean, half, p = found["Lopti", "GRPO"]
-    assert values.to_dict() == pytest.approx({0: 0.5, 1: 0.375, 2: 0.25})
-    tests = [stats.ttest_rel([0.5] * 3, [0, 1 / 8, 2 / 8]), stats.ttest_1samp([0.0, -0.25], 0)]
-    assert (mean - half, mean + half) == pytest.approx(tuple(tests[0].confidence_interval()))
-    assert (p, found["80/20", "GRPO"][-1]) == pytest.approx((2 * tests[0].pvalue, tests[1].pvalue))
-    corrected = analysis.holm([0.04, 0.01, 0.02, 0.05, 0.03])
-    assert corrected == pytest.approx([0.09, 0.05, 0.08, 0.09, 0.09])
-
-
-def test_the_laboratorys_tables_with_few_runs():
-    """Accuracy at equal KL by hand; what has no runs is left out; marks in a page are replaced."""
-    kl = [i / 200 for i in range(9)]
-    lines = [line_of("GRPO", seed, 0.1, 0.5, training=kl[1:], kl=kl) for seed in range(2)]
-    for seed in range(2):  # ahead by .1 at the same KL, which it reaches in half of the steps
-        fast = [2 * x + 0.1 for x in kl[1:]]
-        lines += [line_of("Lopti", seed, 0.1, 0.5, training=fast, kl=[2 * x for x in kl])]
-    lines[-1]["metrics"]["accuracy"][0] = lines[-2]["metrics"]["accuracy"][0] = 0.1
-    pair = "Lopti", "GRPO"
-    values = analysis.by_seed(analysis.run_frame(lines), "Lopti", "GRPO", analysis.EQUAL_KL)
-    assert values.tolist() == pytest.approx([0.1] * 2)
-    made = analysis.tables(lines)
-    assert made["equal KL, on record"].count("\n") == 2 and made["unit steps"].count("\n") == 1
-    assert "## unit steps" not in analysis.pages(made)[analysis.TABLES]
-    page = "a\n<!-- methods -->\nold\n<!-- end -->\nb"
-    assert analysis.with_tables(page, {"methods": "new"}) == page.replace("old", "new")
-    near = [
-        line_of(*run, training=[0.1] * 8, kl=[0.001] * 9)
-        for run in itertools.product(pair, range(2))
-    ]
-    told = (
-        analysis.run_frame(near),
-        {pair: ("Lopti − GRPO", "")},
-        (analysis.WHOLE, analysis.EQUAL_KL),
+    Leads of .01, .02, .03 are .02 ± 4.303 · .01/√3, and p is 1 - t/√(t² + 2) for three seeds.
+    """
+    leads = {0: 0.01, 1: 0.02, 2: 0.03}
+    runs = {
+        "GRPO": {seed: line_of(0.01, 0.0, 0.5) for seed in (2, 1, 0, 9)},
+        "far": {seed: line_of(0.02, lead, 0.6) for seed, lead in {7: 5.0, **leads}.items()},
+        "near": {seed: line_of(0.01, lead, 0.5) for seed, lead in leads.items()},
+    }
+    args = types.SimpleNamespace(judge=None, kl=(0.0, math.inf))
+    made = compare.table(runs, ["GRPO"], args).T.to_dict("list")
+    assert made == {
+        "GRPO": [4, "0.225 ± 0.000", "–", "0.500 ± 0.000", "0.080 ± 0.000"],
+        "far": [4, made["far"][1], "–", "0.600 ± 0.000", "0.160 ± 0.000"],
+        "near": [3, "0.245 ± 0.025", "–", "0.500 ± 0.000", "0.080 ± 0.000"],
+        "far − GRPO": [
+            3,
+            "+0.245 ± 0.025, p 0.001",  # Holm: .00055 · 2
+            "+0.020 ± 0.025, p 0.148",  # .0742 · 2
+            "+0.100 ± 0.000, p 0.000",
+            "+0.080 ± 0.000",
+        ],
+        "near − GRPO": [
+            3,
+            "+0.020 ± 0.025, p 0.074",
+            "+0.020 ± 0.025, p 0.148",
+            "+0.000 ± 0.000, p 1.000",
+            "+0.000 ± 0.000",
+        ],
+    }
+    both = compare.table(runs, ["GRPO", "near"], args)
+    assert list(both.index[3:]) == ["far − GRPO", "near − GRPO", "far − near"]
+    assert both.loc["far − near", "by step"] == "+0.225 ± 0.000, p 0.000"
+    assert compare.holm([0.04, 0.01, 0.02, 0.05, 0.03]) == pytest.approx(
+        [0.09, 0.05, 0.08, 0.09, 0.09]
     )
-    full, short = map(analysis.markdown, analysis.difference_rows(*told))
-    assert short.endswith("| +.000 ± .000 | |")  # too near for equal KL
-    assert "(0 of 2) | 1.000 | | | .001 and .001 |" in full
-    by_step, by_kl = plot.draw_two_views(lines, ("GRPO", "Lopti"), ("by step", "by KL")).axes
-    ends = [line.get_ydata()[-1] - line.get_xdata()[-1] for line in by_kl.lines]
-    assert len(by_step.lines) == 2 and ends[1] - ends[0] == pytest.approx(0.1)
+    one = compare.table({name: {0: lines[0]} for name, lines in runs.items()}, ["GRPO"], args)
+    assert one.loc["far − GRPO"].tolist() == [1, "+0.235", "+0.010", "+0.100", "+0.080"]
+    runs["no KL"] = {seed: line_of(0.0, 0.1, 0.5) for seed in leads}
+    no_kl = compare.table(runs, ["GRPO"], args).loc["no KL − GRPO"]
+    assert no_kl["at equal KL"] == no_kl["KL at the end"] == "–"
+    args.judge = [4, 8]
+    with pytest.raises(SystemExit, match="no evaluation at step 4 with --some"):
+        compare.table(runs, ["GRPO"], args)
 
 
-@slow
-def test_the_laboratorys_commands_and_tables(tmp_path):
-    """The flags of the plan are those of the runs on record; the tables are those of the runs."""
-    record = experiments.read_lines(experiments.RESULTS)
-    made = {(line["method"], line["seed"]): line for line in record}
-    free = {"name", "output", "resume", "save_every", "model", "data", "eval_data", "dtype"}
-    free |= {"eval_every", "eval_size", "eval_samples", "sample_batch_size"}  # change no training
-    for _, method, seed, flags in experiments.planned():
-        _, command = experiments.command_of(method, seed, flags, tmp_path)
-        args = vars(arguments(re.sub(r"--variant \S+", "", " ".join(command[2:]))))
-        settings = made.get((method, seed), {}).get("config", {})
-        for name in (settings.keys() & args.keys()) - free:
-            written = float(f"{args[name]:.4g}") if isinstance(args[name], float) else args[name]
-            only = name == "order" and " only" in method  # was a flag of its own
-            assert only or settings[name] == written, (method, name)
-    for path, text in analysis.pages(analysis.tables(record)).items():
-        assert path.read_text(encoding="utf-8") == text
+def test_compare_goes_on_and_chooses_rates(monkeypatch, tmp_path, capsys):
+    """Runs that learn best at 4e-4, beyond the grid; the first is stopped, and then goes on."""
+    monkeypatch.chdir(tmp_path)
+    commands = []
+
+    def run(command, **options):
+        words = list(map(str, command[2:]))
+        commands.append((Path(command[1]).name, words))
+        if "--resume" in words:
+            folder, rate = Path(words[-1]), 4e-4
+        else:
+            folder = Path(words[-1]) / words[words.index("--name") + 1]
+            rate = float(words[len(words) - words[::-1].index("--learning-rate")])
+            folder.mkdir(parents=True)
+        stopped = len(commands) == stop_at
+        (folder / ("checkpoint.pt" if stopped else "final")).mkdir()
+        metrics = dict.fromkeys(compare.METRICS, -abs(math.log(rate / 4e-4)))
+        (folder / "metrics.jsonl").write_text(9 * (json.dumps(metrics) + "\n"))
+        row = {"step": 9, "table": {"2": {"prompts": 1, "greedy": [0.123456, 0, 1]}}}
+        (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
+        print("lopti.py: stopped", file=options["stdout"], flush=True)
+        return types.SimpleNamespace(returncode=130 * stopped)
+
+    monkeypatch.setattr(compare.subprocess, "run", run)
+    flags = ["--seeds", "0-1", "--rates", "1e-4", "2e-4", "--rate-seeds", "90", "--rate-steps", "3"]
+    method = "--variant oracle --only 'a b'"
+    monkeypatch.setattr(sys, "argv", ["compare.py", *flags, "", method, "--", "--people", "2"])
+    stop_at = 12  # rates of two methods: 1e-4, 2e-4, 4e-4, 8e-4; then four runs, this one's last
+    compare.main()
+    told = capsys.readouterr().out
+    assert told.count("best at 0.0004 of [0.0001, 0.0002, 0.0004, 0.0008]\n") == 2
+    assert re.search(r"of 4: --people 2 --variant oracle .*, seed 1: .*lopti.py: stopped\n", told)
+    assert [name for name, _ in commands] == ["lopti.py"] * 4 + ["variants.py"] * 4 + [
+        "lopti.py",
+        "variants.py",
+    ] * 2
+    own = ["--variant", "oracle", "--only", "a b"]
+    assert commands[4][1][:6] == ["--people", "2", *own]
+    assert "--steps" in commands[0][1] and "--steps" not in commands[8][1]
+    compare.main()
+    assert len(commands) == 13 and commands[12][1][:5] == [*own, "--resume"]
+    made = capsys.readouterr().out.splitlines()
+    compare.main()  # from the results alone
+    assert len(commands) == 13 and [*made[:2], *made[3:]] == capsys.readouterr().out.splitlines()
+    assert "0.123" in made[4] and not list(tmp_path.glob("runs/compare/*/[cf]*"))
+    assert len(read_jsonl(tmp_path / "runs" / "compare" / "results.jsonl")) == 12
 
 
 # ---------------------------------------------------------- the theory, and what diagnose.py says
 
 
-def binary_world(p, decisions, words, synonyms, responses, alpha=0.0, batches=500):
+def binary_world(p, decisions, words, synonyms, responses, batches=500):
     """Sampled gradients (batches, P): of unlikely tokens (wrong ones, words), of likely ones."""
     torch.manual_seed(0)
     right = (torch.rand(batches * responses, decisions) < p).float()
     said = torch.randint(synonyms, (batches * responses, words))
     said = torch.nn.functional.one_hot(said, synonyms).flatten(1) - 1 / synonyms
     advantages = lopti.group_advantages(right.sum(1), responses)[:, None]
-    pi = torch.tensor([[p, 1 - p, 1 / synonyms]])  # of a right token, a wrong one, a word
-    factors = lopti.reweight_advantages(advantages, pi.log(), alpha).T[..., None]
     pairs = right * (1 - p), (right - 1) * p  # ∇ log π at the logit of right; of wrong: minus it
     scores = [torch.cat([pair, -pair], 1) for pair in pairs] + [said]
-    means = [(x * y).view(batches, responses, -1).mean(1) for x, y in zip(factors, scores)]
+    means = [(advantages * x).view(batches, responses, -1).mean(1) for x in scores]
     return torch.cat(means[1:], 1), torch.cat([means[0], 0 * means[2]], 1)
 
 
 @pytest.mark.parametrize("p, words, synonyms", [(0.8, 0, 8), (0.6, 100, 8), (0.9, 100, 3)])
-def test_progress_in_the_binary_world(p, words, synonyms):
-    """AR's progress and the split's gain on sampled groups; without words all is parallel."""
-    settings = (p, 10, words, synonyms, 64)
-    unit = lambda x: (x[:, :10] - x[:, 10:20]).sum(1) / x.norm(dim=1) * (p * (1 - p) / 10) ** 0.5
-    low, high = binary_world(*settings)
-    plain, reweighted = (unit(x).mean() for x in (low + high, sum(binary_world(*settings, 0.3))))
-    of, weights = world.World(p, 10, words), [torch.ones_like, lambda pi: 1 - 0.3 * (1 - pi)]
-    pi = torch.full((1, synonyms), 1 / synonyms)
-    signals, products = theory.world_moments(of, pi[0], weights, 64, 64)
-    expected = 2 * p * (1 - p) * signals / products.diagonal() ** 0.5
-    assert plain == pytest.approx(float(expected[0]), rel=0.02)
-    assert reweighted / plain == pytest.approx(float(expected[1] / expected[0]), abs=1e-3)
+def test_the_gain_of_a_split_in_the_binary_world(p, words, synonyms):
+    """Lopti's two steps over GRPO's on sampled groups; without words all is parallel."""
+    unit = lambda x: (x[:, :10] - x[:, 10:20]).sum(1) / x.norm(dim=1)
+    low, high = binary_world(p, 10, words, synonyms, 64)
     low_2, high_2, both = (
         (x * y).sum(1).mean() for x, y in ((low, low), (high, high), (low, high))
     )
     cosine, phi = float(both / (low_2 * high_2).sqrt()), math.atan((high_2 / low_2).sqrt())
     assert words or cosine == pytest.approx(1)
     gain, length = theory.split_gain(1 - p, phi, cosine), (2 + 2 * cosine) ** 0.5
+    plain = unit(low + high).mean()
     assert (unit(low) + unit(high)).mean() / plain / length == pytest.approx(gain, rel=0.01)
 
 
-def test_the_best_slope_of_a_weight(in_float64):
-    """λ makes most unit progress of all slopes, and is V⁻¹s."""
-    world_ = world.WORLDS["unlikely wording, unit steps"][0]
-    signals, products = analysis.moments(world_, torch.ones_like, lambda pi: pi)
-    b = products[0, 1] / products[0, 0]
-    energies = products[0, 0], products[1, 1] - b**2 * products[0, 0]
-    slope = theory.best_slope((signals[0], signals[1] - b * signals[0]), energies)
-    weights = torch.stack([1 - slope * b, slope])  # of g and of g_π
-    best = torch.linalg.solve(products, signals)
-    assert torch.allclose(weights / weights.sum(), best / best.sum())
-    tried = torch.stack([torch.tensor([1 - x * b, x]) for x in torch.linspace(-20, 20, 401)])
-    progress = tried @ signals / ((tried @ products) * tried).sum(1).sqrt()
-    assert progress.max() <= weights @ signals / (weights @ products @ weights).sqrt()
-
-
-@pytest.mark.parametrize("signal", [-1.0, 0.0, 1.0, 30.0])
-def test_the_alpha_that_is_measured(signal):
-    """300 trainings, g = ∇J + noise and d = signal·∇J + as much noise: the best λ is the signal.
-
-    With b = ½ tokens with π = 0 have (1 - λ/2)/2 of the weight, between 0 and 1.
-    """
+def test_what_ar_can_gain_at_most():
+    """1/(1-α), and nearly that where π ≈ 1 has all the signal and π ≈ 0 the energy."""
     torch.manual_seed(0)
-    measured = theory.MeasuredAlpha()
-    for step in range(60):
-        g, d = 10 / 1000**0.5 * torch.randn(2, 300, 1000)
-        g[:, 0], d[:, 0] = g[:, 0] + 1, d[:, 0] + signal
-        direction, of_unlikely = measured(g, 0.5 * g + d)
-        assert step > 2 or torch.equal(direction, g)  # GRPO, until it has measured
-    assert of_unlikely.min() >= 0 and of_unlikely.max() <= 1
-    assert (2 - 4 * of_unlikely).mean() == pytest.approx(min(signal, 2.0), abs=0.3)
+    for alpha in (0.1, 0.3, 0.9):
+        gains = []
+        for pi, signals, energies in torch.rand(500, 3, 8) ** torch.tensor([[4.0], [9.0], [9.0]]):
+            progress = [theory.unit_progress(pi, signals, energies, x) for x in (alpha, 0.0)]
+            gains.append(float(progress[0] / progress[1]))
+        gains.append(
+            theory.unit_progress(*torch.tensor([[0.999, 0.0], [1, 0], [1e-4, 1]]), alpha)
+            / theory.unit_progress(*torch.tensor([[0.999, 0.0], [1, 0], [1e-4, 1]]))
+        )
+        assert max(gains) < 1 / (1 - alpha) and gains[-1] == pytest.approx(
+            1 / (1 - alpha), rel=0.01
+        )
 
 
 def test_drift_of_adamw_that_alternates():
@@ -427,8 +433,8 @@ def moments(logits, advantages, alpha=0.0, eta=0.0, stage="all", mass=None, now=
 
 
 def masses(logits, *weights):
-    """Σ_a m(a) π(a) of each state, from `lopti.bias_correction` with Â = 1."""
-    return torch.stack([lopti.bias_correction(z[None], torch.ones(1), *weights) for z in logits])
+    """Σ_a m(a) π(a) of each state, from `variants.bias_correction` with Â = 1."""
+    return torch.stack([variants.bias_correction(z[None], torch.ones(1), *weights) for z in logits])
 
 
 def slope_of(logits, factors):
@@ -501,23 +507,77 @@ SMALL_BATCH = ["--people", "2", "--prompts-per-step", "2", "--max-new-tokens", "
 SMALL_BATCH += ["--dtype", "float32"]
 
 
+def test_the_update_without_bias():
+    """Gradient descent along Eq. 1 and the correction, in one piece for each mini-batch."""
+    args = lopti.parse_arguments([*SMALL_BATCH, "--alpha", "0.9", "--eta", "0.4", "--kl-coef", "0"])
+    args.mini_batch_size, args.max_grad_norm, args.tokens_per_microbatch = 9, 1e9, 200
+    policy, tokenizer = lopti.load_model(args.model, "cpu")
+    batch, _ = diagnose.collect(policy, tokenizer, lopti.load_data(args, tokenizer)[0][:2], args)
+    raw = torch.randn(len(batch.mask), 1) * batch.mask
+    batch.advantages = lopti.reweight_advantages(raw, batch.old_logprobs, args.alpha)
+    trained = copy.deepcopy(policy)
+    for name, tokens in zip(
+        ("low", "high"), lopti.split_tokens(batch.old_logprobs, batch.mask, args.eta)
+    ):
+        before = copy.deepcopy(trained)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        totals = variants.update_without_bias(trained, optimizer, batch, tokens, args)
+        assert totals["optimizer_steps"] == 2
+        for rows in torch.arange(16).split(9):
+            part, mask = batch.rows(rows), batch.rows(rows).mask
+            logits = lopti.token_logits(before, part.ids, mask, 1.0)
+            chosen = tokens[rows, : mask.shape[1]]
+            loss, _ = lopti.policy_loss(
+                lopti.token_logprobs(logits, part.ids, mask),
+                *(part.old_logprobs, part.advantages, mask),
+                tokens=chosen,
+            )
+            at = raw[rows, : mask.shape[1]][mask]
+            loss = loss + variants.bias_correction(logits, at, 0.9, 0.4, name) / mask.sum()
+            optimizer = torch.optim.SGD(before.parameters(), lr=0.1)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for ours, theirs in zip(trained.parameters(), before.parameters()):
+            assert torch.allclose(ours, theirs, atol=1e-6)
+
+
+def test_the_oracles_tokens():
+    """The first word, all but two words; with a space in a token, and with words as tokens."""
+    byte_level = Tokenizer(WordLevel({"Yes": 0, ".": 1, "ĠYes": 2, "Ġshe": 3, "ĠĠ": 4}))
+    byte_level.decoder = decoders.ByteLevel()
+    byte_level = PreTrainedTokenizerFast(tokenizer_object=byte_level)
+    ids, mask = (
+        torch.tensor([[2, 0, 1, 3, 2], [0, 4, 2, 3, 1]]),
+        torch.tensor([[0, 1, 1, 1, 1]] * 2),
+    )
+    first = variants.matching(ids, mask > 0, byte_level, r"^\W*\w+")
+    assert first.int().tolist() == [[0, 1, 0, 0, 0], [0, 1, 1, 0, 0]]
+    words = "Say Ava-knave says ok Suppose fine"
+    ids = TOKENIZER(words, return_tensors="pt")["input_ids"]
+    pattern = r"\b(?!(ok|fine)\b)\w+"
+    matched = variants.matching(ids, torch.ones_like(ids) > 0, TOKENIZER, pattern)
+    assert TOKENIZER.decode(ids[matched]).split() == ["Say", "Ava-knave", "says", "Suppose"]
+    assert not variants.matching(ids, torch.zeros_like(ids) > 0, TOKENIZER, ".").any()
+
+
+def test_a_random_split_has_the_sizes_of_lopti():
+    torch.manual_seed(0)
+    mask, pi = torch.rand(4, 30) < 0.8, torch.rand(4, 30)
+    first, rest = variants.random_split(pi.log(), mask, 0.3)
+    assert first.sum() == ((pi < 0.3) & mask).sum() and (first != (pi < 0.3) & mask).any()
+    assert torch.equal(first | rest, mask) and not (first & rest).any()
+
+
 def test_diagnose_gradients_against_autograd_and_as_sketches():
     """Pieces add up, Eq. 4's part, biases: response by response. Sketches within their error."""
     torch.manual_seed(0)
     args = lopti.parse_arguments([*SMALL_BATCH, "--eta", "0.4", "--temperature", "0.8"])
     policy, tokenizer = lopti.load_model(args.model, torch.device("cpu"))
     batch, _ = diagnose.collect(policy, tokenizer, lopti.load_data(args, tokenizer)[0][:2], args)
-    batch.advantages, terms, energy = torch.randn(len(batch.mask), 1) * batch.mask, 0.0, 0.0
-    words = diagnose.kinds(batch.ids, batch.mask, tokenizer)
-    found = [tokenizer.convert_ids_to_tokens(batch.ids[kind].tolist()) for kind in words]
-    supposing = {*puzzles.WORDING["supposition"]}
-    assert {*found[1]} <= supposing and found[2].count("</think>") == len(found[2])
-    starts = [row[mask].tolist() for row, mask in zip(words[0], batch.mask)]
-    assert all(start[0] for start in starts)  # the first attempt is wording
-    assert len([word for word in found[0] if word in supposing]) == len(starts)
-    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
-    assert len(diagnose.kinds(batch.ids, batch.mask, other)) == 0
-    rows, entries, (energies, _) = diagnose.gradients(policy, batch, words, args)
+    batch.advantages, terms = torch.randn(len(batch.mask), 1) * batch.mask, 0.0
+    words = (torch.rand(batch.mask.shape) < 0.3)[None] & batch.mask
+    rows, entries = diagnose.gradients(policy, batch, words[0], args)
     for ids, mask, advantages, *said in zip(batch.ids, batch.mask, batch.advantages, *words):
         pi = (policy(ids[None]).logits[0, mask.roll(-1)].double() / 0.8).softmax(-1)
         old, one_hot = pi.detach(), torch.nn.functional.one_hot(ids[mask], pi.shape[1])
@@ -526,15 +586,12 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
         biases = (old * pi).sum(), (pi * (old >= 0.4)).sum()
         sums = torch.stack([logs.sum(), by_pi, *biases, *of_words])
         terms = terms + advantages.sum() / mask.sum() * sums
-        energy += float((advantages[mask, None] * (one_hot - old)).square().sum())
     for term, row in zip(terms / batch.mask.sum(), [rows[:5].sum(0), *rows[5:]]):
         slopes = torch.autograd.grad(term, list(policy.parameters()), retain_graph=True)
         slope = torch.cat([part.flatten() for part in slopes])
         assert (row - slope).norm() <= 1e-4 * slope.norm()
-    assert (
-        len(rows) == 5 + 6 and words[0].any() and energies.sum() == pytest.approx(energy, rel=1e-4)
-    )
-    sketches, same_entries, _ = diagnose.gradients(policy, batch, words, args, exact=False)
+    assert len(rows) == 5 + 4
+    sketches, same_entries = diagnose.gradients(policy, batch, words[0], args, exact=False)
     assert torch.equal(entries, same_entries) and entries.shape[1] <= diagnose.ENTRIES
     exact, dots = (diagnose.inner_products(x[None])[0, :, 0] for x in (rows, sketches))
     squares = np.outer(exact.diagonal(), exact.diagonal()) + exact**2
@@ -542,45 +599,55 @@ def test_diagnose_gradients_against_autograd_and_as_sketches():
 
 
 def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
+    """Four pieces of π, Σ Â π ∇log π, two biases, the oracle: of random vectors, step by step."""
     torch.manual_seed(0)
-    vectors = torch.randn(6, 11, 20, dtype=torch.float64) + 1
-    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((6, 2, 8))
-    dots = diagnose.inner_products(vectors)
-    found = diagnose.gradient_statistics(dots, ones[..., :4], ones[:, 0], args, list(range(6)))
-    low, high, by_pi = vectors[:, :2].sum(1), vectors[:, 2:4].sum(1), vectors[:, 4]
-    unit, grpo = torch.nn.functional.normalize, low + high
-    steps = [unit(step) for step in (grpo, 0.7 * grpo + 0.3 * by_pi, unit(low) + unit(high))]
+    vectors = torch.randn(6, 8, 20, dtype=torch.float64) + 1
+    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0.3"]), np.ones((6, 5))
+    args.only, numbers = "a", (diagnose.inner_products(vectors), ones, args)
+    found = diagnose.gradient_statistics(*numbers, list(range(6)))
+    low, high, by_pi, bias = (
+        vectors[:, :2].sum(1),
+        vectors[:, 2:4].sum(1),
+        vectors[:, 4],
+        vectors[:, 5],
+    )
+    unit, grpo, oracle = torch.nn.functional.normalize, low + high, vectors[:, 7]
+    ar = 0.7 * grpo + 0.3 * by_pi
+    steps = [unit(x) for x in (grpo, ar, ar - 0.3 * bias, oracle)] + [unit(low) + unit(high)]
+    steps[4] /= 1.0
     others = (grpo.sum(0) - grpo) / 5
-    plain, ar, split = ((step * others).sum(1).mean() for step in steps)
+    plain, *gains = ((step * others).sum(1).mean() for step in steps)
+    length = steps[4].norm(dim=1)
+    gains[3] = ((steps[4] * others).sum(1) / length).mean()
+    gains = [float(100 * (gain / plain - 1)) for gain in gains]
+    assert found["gain in %, measured"][1] == pytest.approx(gains[0])
+    assert found["gain in %, measured, without the bias"][1] == pytest.approx(gains[1])
+    assert found["gain in %, measured"][3] == pytest.approx(gains[2])
+    assert found["an optimizer for each pass"][1] == pytest.approx(gains[3])
     pairs = list(itertools.permutations(range(6), 2))
-    by_pairs = sum(float(vectors[i, 7] @ grpo[j]) for i, j in pairs)
-    signal = sum(float(grpo[i] @ grpo[j]) for i, j in pairs)
-    assert found["share of the signal, of these"][0] == pytest.approx(by_pairs / signal)
-    by_pairs = sum(float(vectors[i, 10] @ grpo[j]) for i, j in pairs)
-    assert found["its shares"].tolist()[::2] == pytest.approx([1 / 4, by_pairs / signal])
-    assert found["gain in %, measured"][1] == pytest.approx(float(100 * (ar / plain - 1)))
-    assert found["an optimizer for each pass"][1] == pytest.approx(float(100 * (split / plain - 1)))
+    signal = lambda x: sum(float(x[i] @ grpo[j]) for i, j in pairs)
+    of_oracle = float((oracle**2).sum() / sum((vectors[:, i] ** 2).sum() for i in range(4)))
+    wanted = [1 / 4, of_oracle, signal(oracle) / signal(grpo)]
+    assert found["share of the oracle"].tolist() == pytest.approx(wanted)
+    by_energy = float((grpo * by_pi).sum() / (grpo**2).sum())
+    by_signal = signal(by_pi) / signal(grpo)
+    wanted = [by_signal, by_energy, by_signal - by_energy]
+    assert found["mean π"].tolist() == pytest.approx(wanted)
     found |= diagnose.adam_statistics(vectors, args, range(6))
-    sums = torch.zeros(2, 2, dtype=torch.float64)  # of GRPO, of AR: progress and length
+    steps = (grpo, ar - 0.3 * bias, oracle)
+    sums = torch.zeros(3, 2, dtype=torch.float64)  # of each: progress and length
     for i, rest in enumerate(itertools.combinations(reversed(range(6)), 5)):
-        for number, step in enumerate((grpo, 0.7 * grpo + 0.3 * (by_pi - vectors[:, 5]))):
+        for number, step in enumerate(steps):
             drift = step[list(rest)].mean(0) / step[list(rest)].square().mean(0).sqrt()
             sums[number] += torch.stack([drift @ grpo[i], drift.norm()])
-    (plain, length), (ar, other) = sums
-    expected = float(100 * (ar / other / (plain / length) - 1))
-    assert found["gain in %, AdamW, without the bias"][1] == pytest.approx(expected)
-    found |= diagnose.move_statistics(np.ones((1, 3)), [0])
-    numbers = dots, ones[..., :4], ones[:, 0], args
-    halves = [diagnose.gradient_statistics(*numbers, part) for part in ([0, 2, 4], [1, 3, 5])]
-    predicted, shown = (
-        [half[f"gain in %, {kind}"][1] for half in halves] for kind in ("predicted", "measured")
-    )
-    off = (((predicted[0] - shown[1]) ** 2 + (predicted[1] - shown[0]) ** 2) / 2) ** 0.5
-    found |= diagnose.half_statistics(*numbers, list(range(6)))
-    assert found["gain in %, prediction off by"][1] == pytest.approx(off)
+    per_length = sums[:, 0] / sums[:, 1]
+    expected = (100 * (per_length / per_length[0] - 1)).tolist()
+    assert found["gain in %, AdamW, without the bias"][1] == pytest.approx(expected[1])
+    assert found["gain in %, AdamW"][3] == pytest.approx(expected[2])
+    found["moves π ≥ .75 (an update on all: 1)"] = np.ones(3)
     page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in found.items()}, args)
     assert " ".join(page.split()).count("reward than GRPO (95 % interval: ") == 4
-    monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0] * len(texts))
+    assert "share of the oracle" in page and re.search(r"α = 1 +oracle\n", page)
     assert "first step does not predict a training at a large α" in page
     said = dict(found, ratio=np.nan, **{"an optimizer for each pass": np.full(2, np.nan)})
     page = diagnose.page({name: np.array([x, 0 * x + 1]) for name, x in said.items()}, args)
@@ -593,10 +660,10 @@ def test_diagnose_measures_unit_steps_and_says_it_in_words(monkeypatch):
 
 def test_no_likely_token_is_said_in_words():
     """Lengths of nothing are not divided by."""
-    vectors = torch.randn(6, 7, 20, dtype=torch.float64)
+    vectors = torch.randn(6, 8, 20, dtype=torch.float64)
     vectors[:, 2:4] = 0.0  # π ≥ .5
-    args, ones = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0"]), np.ones((6, 2, 4))
-    numbers = diagnose.inner_products(vectors), ones, ones[:, 0], args
+    args = lopti.parse_arguments(["--eta", "0.5", "--alpha", "0"])
+    args.only, numbers = "", (diagnose.inner_products(vectors), np.ones((6, 5)), args)
     found = diagnose.gradient_statistics(*numbers, list(range(6)))
     assert math.isnan(found["ratio"]) and math.isnan(found["an optimizer for each pass"][0])
     assert found["gain in %, measured"][0] == pytest.approx(0)  # α = 0 is GRPO
@@ -605,9 +672,7 @@ def test_no_likely_token_is_said_in_words():
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--without-bias", "leave --without-bias and --eval-only out"),
-        ("--eval-only", "leave --without-bias and --eval-only out"),
-        ("--supervised", "needs --data with a column `response`"),
+        ("--eval-only", "leave --eval-only out"),
         ("--batches 1 --max-new-tokens 2", "take more --batches"),
     ],
 )
@@ -620,8 +685,8 @@ def test_diagnose_refuses_in_one_sentence(flags, message, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen2Moe"])
-def test_diagnose_a_mixture_of_experts_and_texts(kind, tmp_path, capsys):
-    """From its flags to the page, on texts that are given: Â is 1 on each of their tokens."""
+def test_diagnose_a_mixture_of_experts(kind, tmp_path, capsys, monkeypatch):
+    """From its flags to the page, with an oracle; one answer of each group is right."""
     sizes = {"vocab_size": 308, "hidden_size": 16, "num_hidden_layers": 1, "eos_token_id": 1}
     sizes |= dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2)
     sizes |= {"num_local_experts": 4, "num_experts": 4, "pad_token_id": 0, "bos_token_id": None}
@@ -629,94 +694,14 @@ def test_diagnose_a_mixture_of_experts_and_texts(kind, tmp_path, capsys):
     config = getattr(transformers, f"{kind}Config")(intermediate_size=8, **sizes)
     getattr(transformers, f"{kind}ForCausalLM")(config).save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
-    rows = [
-        {**row, "response": "Say Ava-knave"}
-        for row in read_jsonl(ROOT / "data" / "kk_train.jsonl")[:40]
-    ]
-    data = write_jsonl(tmp_path / "rows.jsonl", rows)
-    flags = ["--model", str(tmp_path), "--data", str(data), "--supervised", "--batches", "4"]
+    rewards = lambda texts, *_: [float(i % 8 == 0) for i in range(len(texts))]
+    monkeypatch.setattr(lopti, "compute_rewards", rewards)
+    flags = ["--model", str(tmp_path), "--batches", "4", "--only", r"^\w+", "--solved-reward", "1"]
     diagnose.main([*SMALL_BATCH, *flags])
     page = capsys.readouterr().out
-    assert "4 mini-batches of 16 texts, Â = 1" in page
+    assert "4 mini-batches of 16 answers, 12 % of the answers right" in page
     assert "Not decided: no token is likely" in page and "nan" not in page
-
-
-def test_texts_as_taught_are_learnt(tmp_path):
-    """What pretrain.py writes, every row can be read; a mixture is as large for each token."""
-    faults = {"slip": 0.02, "misread": 0.6, "give_up": 0.1, "one_wording": False, "filler": 0}
-    file = tmp_path / "texts.jsonl"
-    pretrain.write_texts(types.SimpleNamespace(texts=20, output=file, seed=0, **faults))
-    args = arguments(f"--data {file} --people 2 3 4")
-    args.max_new_tokens = 400
-    rows, policy = lopti.load_data(args, TOKENIZER)[0], lopti.load_model(TINY, "cpu")[0]
-    batch, _ = diagnose.texts_to_learn(policy, TOKENIZER, rows, args)
-    assert len(rows) == 20 and (batch.ids[batch.mask] != TOKENIZER.unk_token_id).all()
-    assert batch.old_logprobs[batch.mask].mean() > -1  # it was taught such texts
-    mixture = pretrain.new_model(TOKENIZER, 4)
-    experts = sum(p.numel() for name, p in mixture.named_parameters() if ".experts." in name)
-    active = mixture.num_parameters() - experts // 2
-    assert active == pytest.approx(policy.num_parameters(), rel=0.01)
-
-
-def test_texts_to_learn():
-    rows = [{"prompt": "a", "columns": {"response": text}} for text in ("Say fine", "ok<|end|>")]
-    args = arguments("--max-new-tokens 3")
-    batch, _ = diagnose.texts_to_learn(lopti.load_model(TINY, "cpu")[0], TOKENIZER, rows, args)
-    texts = [TOKENIZER.decode(ids[mask]) for ids, mask in zip(batch.ids, batch.mask)]
-    assert texts == ["Say fine <|end|>", "ok <|end|>"]
-    assert torch.equal(batch.advantages, batch.mask.float()) and batch.mask.sum() == 5
-
-
-def simulated_gain(of, method):
-    """The accuracy that one tiny batch gains in a table of logits, for each unit of length."""
-    of, gains = of._replace(parameters=0, optimizer="unit steps"), []
-    for name in (method, "GRPO"):
-        runs = [world.train(of, name, 1e-5, 1, 200, 100 + block) for block in range(2)]
-        gained = sum(float((accuracies[1] - accuracies[0]).sum()) for accuracies, _, _ in runs)
-        gains.append(
-            gained / sum(float(np.linalg.norm(theta, axis=1).sum()) for _, _, theta in runs)
-        )
-    return gains[0] / gains[1]
-
-
-@pytest.fixture
-def in_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.parametrize("dial", [{"wording": 32}, {"wording": 0}, None])
-def test_the_designed_worlds_gain_what_the_theorem_predicts(in_float64, dial):
-    """A small step in a table of logits, by lopti's own loss; without wording nothing changes."""
-    of = world.World(**dial) if dial else world.WORLDS["good policy, likely wording"][0]
-    for method in ("AR, α = 1", "Lopti"):
-        predicted = analysis.predicted_gain(of, method)
-        close = pytest.approx(predicted, rel=0.03 if of.wording else 1e-5)
-        assert simulated_gain(of, method) == close
-
-
-def test_a_slope_that_changes_nothing_gains_nothing():
-    """Each token is one of two, with the same π: g_π is along g, V singular but for rounding."""
-    of, _ = world.WORLDS["wording like decisions"]
-    assert analysis.predicted_gain(of, "AR, measured α") == pytest.approx(1, abs=1e-6)
-
-
-def test_a_word_with_a_probability_of_eta_is_likely():
-    """Its π is .5 but for rounding, which differs between machines."""
-    of, _ = world.WORLDS["wording follows the decision"]
-    assert analysis.predicted_gain(of, "Lopti") == pytest.approx(1.01, abs=0.005)
-
-
-def test_the_gains_on_record_are_as_predicted(in_float64):
-    """88 gains of one tiny batch in 28 worlds: all but six within 3 % of the theorem."""
-    rows = read_jsonl(analysis.FOLDER / "world_gain.jsonl")
-    assert len(rows) == 88 and len({str(row["world"]) for row in rows}) == 28
-    for row in rows:
-        predicted = analysis.predicted_gain(world.World(**row["world"]), row["gain_of"])
-        assert row["predicted"] == pytest.approx(predicted, abs=1e-4)
-        row["error"] = abs(row["simulated"] / predicted - 1)
-    assert sum(row["error"] < 0.03 for row in rows) == 82 and max(r["error"] for r in rows) < 0.09
+    assert "share of the oracle" in page
 
 
 # ------------------------------------------------------------------------- notebook and scripts
@@ -743,34 +728,65 @@ BOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
 
 
 def test_the_lecture_asks_ten_questions_and_answers_them():
-    """In at most 30 cells; each answer after a picture; as long as the contents say."""
-    assert len(BOOK["cells"]) <= 30
-    contents = re.findall(r"\| (\d) \|.*\| (\d+) \|\n", "".join(BOOK["cells"][0]["source"]))
-    minutes = {int(question): int(minutes) for question, minutes in contents}
-    assert list(minutes) == list(range(10)) and sum(minutes.values()) <= 45
-    questions, answers, told = [], [], dict.fromkeys(minutes, "")
+    """Each opens with README's picture, some boxes of it marked, and has an answer."""
+    boxes = re.findall('<g id="(.*?)"', (LAB / "results" / "hero.svg").read_text("utf-8"))
+    assert boxes == ["sample", "score", "ar", "split", "pass1", "pass2"]
+    book, questions = "", []
     for cell in BOOK["cells"]:
-        prose = "".join(cell["source"]) if cell["cell_type"] == "markdown" else ""
-        if heading := re.match(r"## (\d)\.", prose):
-            questions.append(int(heading[1]))
-        elif prose.startswith("## Exercises"):
-            break
-        pictures = 0
+        book += "".join(cell["source"]) + "\n"
         for output in cell.get("outputs", ()):
-            text = "".join(output.get("data", {}).get("text/markdown", ""))
-            pictures += "image/png" in output.get("data", ())
-            if text.startswith("**Answer.**"):
-                assert pictures
-                answers.append(questions[-1])
-            prose += text
-        if questions:
-            told[questions[-1]] += prose
-    assert questions == answers == list(minutes)
-    for question, text in told.items():
-        assert text.count("±") <= 3
-        unfolded = re.sub(r"<details>.*?</details>|\$\$.*?\$\$", "", text, flags=re.DOTALL)
-        words = [word for word in unfolded.split() if re.search(r"\w", word)]
-        assert len(words) / 130 <= minutes[question] + 0.5
+            book += "".join(output.get("data", {}).get("text/markdown", "")) + "\n"
+    for part in re.split(r"^## ", book, flags=re.MULTILINE)[1:-1]:
+        number, rest = part.split(".", 1)
+        questions.append(number)
+        assert "**Answer.** " in rest
+        if marked := re.search(r"lecture\.roadmap\((.*)\)", rest):
+            assert {*re.findall(r'"(\w+)"', marked[1])} <= {*boxes}
+        else:
+            assert number == "9"
+    assert questions == [*"0123456789"]
+
+
+def test_the_roadmap_marks_boxes(monkeypatch):
+    drawn = []
+    monkeypatch.setattr(lecture, "display", lambda picture: drawn.append(picture.data))
+    lecture.roadmap("split", "pass1")
+    lecture.roadmap()
+    faint = re.findall(r'<g (?:id="(\w+)" opacity|opacity="\S+" id="(\w+)")', drawn[0])
+    assert {*itertools.chain(*faint)} - {""} == {"sample", "score", "ar", "pass2"}
+    assert ' opacity="' not in drawn[1]
+
+
+def test_a_package_that_is_missing_is_said_in_one_sentence(tmp_path, monkeypatch):
+    [cell] = [cell for cell in BOOK["cells"] if "".join(cell["source"]).startswith("import copy")]
+    (tmp_path / "cell.py").write_text("".join(cell["source"]), "utf-8")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delitem(sys.modules, "lecture")
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(SystemExit, match="matplotlib.* is missing: pip install -r .*lab/req"):
+        runpy.run_path(tmp_path / "cell.py")
+
+
+def test_what_the_student_writes(tmp_path, capsys):
+    """The empty function is not right yet, the solution is, and slips in the split are seen."""
+
+    def said(text):
+        (tmp_path / "method.py").write_text(text, "utf-8")
+        lecture.check(runpy.run_path(tmp_path / "method.py")["method"])
+        return [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+
+    book = "\n".join("".join(cell["source"]) for cell in BOOK["cells"])
+    empty = re.search(r"^def method.*?^    return.*?\n", book, re.DOTALL | re.MULTILINE)[0]
+    solution = re.search(r"```python\n(def method.*?)```", book, re.DOTALL)[1]
+    assert said(empty) == ["AR: not yet", "Lopti: not yet"]
+    assert said(solution) == ["AR: done", "Lopti: done"]
+    for old, new in (
+        ("pi < eta", "pi <= eta"),
+        ("mask & ~low", "~low"),
+        (" if eta else [mask]", ""),
+    ):
+        assert said(solution.replace(old, new)) == ["AR: done", "Lopti: not yet"]
+    assert said(solution.replace("+ 1 - alpha", "")) == ["AR: not yet", "Lopti: done"]
 
 
 def of_lecture(function, path, old="", new=""):
@@ -810,20 +826,7 @@ def test_the_lectures_port_has_one_silent_bug(tmp_path):
         assert far[["GRPO", "AR", "both"]].max() < 1e-12
 
 
-def test_the_lectures_five_treatments():
-    """Each step of two has its tokens; a random split has the sizes of Lopti's and other tokens."""
-    torch.manual_seed(0)
-    mask = torch.rand(4, 30) < 0.8
-    steps = lecture.treatments(torch.rand(4, 30).log() * mask, mask)
-    low, high = steps["Lopti"]
-    assert steps["reversed Lopti"] == [high, low] and steps["GRPO, two passes"] == [mask, mask]
-    first, second = steps["random split"]
-    assert first.sum() == low.sum() and (first != low).any()
-    for parts in ((low, high), (first, second)):
-        assert torch.equal(parts[0] | parts[1], mask) and not (parts[0] & parts[1]).any()
-
-
-@pytest.mark.parametrize("module", ["theory", "variants", "analysis", "diagnose"])
+@pytest.mark.parametrize("module", ["theory", "variants", "diagnose"])
 def test_examples_in_docstrings(module):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted and not result.failed

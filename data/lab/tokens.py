@@ -1,23 +1,20 @@
 """One update, token by token: a page to open beside the paper, in any browser, without a network.
 
-    python data/lab/tokens.py                             # tokens.html, of the bundled policy
-    python data/lab/tokens.py --picture update.svg        # and a picture of its first answer
+    python data/lab/tokens.py                     # tokens.html, of the bundled model
+    python data/lab/tokens.py --hero hero.svg     # and a picture of one answer, for a README
     python data/lab/tokens.py --model FOLDER --task math --data problems.jsonl --out page.html
 
-The policy answers a batch of training prompts. A copy of it makes one update with each method. The
-page has the best and the worst answer to some prompts, each token coloured by π, by its gradient,
-or by the change of log π. The picture is an SVG that moves: the first of these answers, the
-gradient of each token, and what Lopti's two passes do to it.
-
-Beside --out and --picture it takes lopti.py's flags, but for those of later methods. α and η are
-the paper's unless given; --show says how many prompts. An optimizer step takes the whole batch. All
-is in float32.
+The model answers a batch of training prompts. A copy of it makes one update with each method, in
+float32; an optimizer step takes the whole batch. The page has the best and the worst answer to some
+prompts (--show), each token coloured by π, by its weighted push, or by the change of log π. α and η
+are the paper's unless given. It takes lopti.py's flags of method, sampling, model and data.
 """
 
 import argparse
 import json
 import shlex
 import sys
+import textwrap
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -34,10 +31,10 @@ from variants import updated_copy
 
 HERE = Path(__file__).resolve().parent
 
-DEFAULTS = ["--alpha", "0.3", "--eta", "0.5", "--show", "3"]
-FIXED = ["--dtype", "float32", "--mini-batch-size", "0"]
-SHOWN = ("alpha", "eta", "group_size", "temperature", "learning_rate")
-NOT_SHOWN = ("stapo", "top_entropy", "min_p", "without_bias", "eval_only")
+DEFAULTS, FIXED = "--alpha 0.3 --eta 0.5 --show 3", "--dtype float32 --mini-batch-size 0"
+REFUSED = """--stapo --top-entropy --min-p --order --passes --mini-batch-size --dtype --steps
+--output --name --resume --save-every --eval-only --eval-data --eval-every --eval-size
+--eval-samples"""
 
 
 def token_texts(tokenizer, ids):
@@ -83,15 +80,6 @@ def short(value):
     return float(f"{value:.4g}")
 
 
-def shares_of(numbers, eta, mask):
-    """What the unlikely tokens have of all tokens, gradients, and of each Lopti pass's move: %."""
-    low, first = numbers["pi"] < eta, numbers["lopti_low"]
-    sizes = {"tokens": mask.float(), "gradient": numbers["gradient"]}
-    sizes |= {"first": first, "second": numbers["lopti"] - first}
-    of_low = lambda size: (size * low).abs().sum() / size.abs().sum().clamp(min=1e-30)
-    return {name: short(100 * of_low(size)) for name, size in sizes.items()}
-
-
 def best_and_worst(values, group_size, count):
     """The best and the worst response of so many groups, those with unequal rewards first.
 
@@ -122,7 +110,7 @@ def page_data(policy, tokenizer, rows, args):
     norms, likeliest = at_the_logits(policy, rollout, args)
     known = {
         "pi": rollout.old_logprobs.exp(),
-        "gradient": rollout.advantages.abs() * norms,  # before the first step w of Eq. 2 is Â
+        "weighted_push": rollout.advantages.abs() * norms,  # before the first step w of Eq. 2 is Â
         **after_updates(policy, rollout, args),
     }
 
@@ -142,67 +130,81 @@ def page_data(policy, tokenizer, rows, args):
 
     prompts = []
     for pair in best_and_worst(values.cpu(), args.group_size, max(1, args.show)):
-        row = rows[pair[0] // args.group_size]
-        answers = [answer(index) for index in pair]
-        prompts.append({"text": row["prompt"], "solution": row["solution"], "answers": answers})
-    shares = shares_of(known, args.eta, rollout.mask)
-    settings = {name: getattr(args, name) for name in SHOWN} | {"responses": len(values)}
+        row, answers = rows[pair[0] // args.group_size], [*map(answer, pair)]
+        prompts.append({"text": row["asked"], "solution": row["solution"], "answers": answers})
+    low = rollout.mask & (known["pi"] < args.eta)  # their shares in %
+    share = lambda sizes: short(100 * sizes[low].sum() / sizes.sum().clamp(min=1e-30))
+    shares = {"tokens": share(rollout.mask.float()), "weighted_push": share(known["weighted_push"])}
+    names = ("alpha", "eta", "group_size", "temperature", "learning_rate")
+    settings = {"responses": len(values)} | {name: getattr(args, name) for name in names}
     return {"prompts": prompts, "shares": shares, "settings": settings}
 
 
-def picture(data):
-    """The first answer as an SVG: each token's gradient, then what Lopti's passes move."""
-    answer, eta, drawn = data["prompts"][0]["answers"][0], data["settings"]["eta"], []
-    numbers, left, top = answer["tokens"], 20, 148
-    first, both = numbers["lopti_low"], numbers["lopti"]
-    second = [after - before for before, after in zip(first, both)]
-    bar, triangle = 56 / (max(numbers["gradient"]) or 1), -27 / (max(map(abs, first + second)) or 1)
-    whole, shape = (HERE / "update.svg.in").read_text(encoding="utf-8").split("TOKEN\n")
-    for i, text in enumerate(answer["texts"]):
-        name = "end" if answer["special"][i] else text.strip() or "␣"
-        name = "".join(letter if letter.isprintable() else "▯" for letter in name)
-        width = 11.5 * len(name) + 8  # of monospaced type
-        if left + width > 620 or (drawn and "\n" in answer["texts"][i - 1]):
-            if top == 460:  # four lines are enough
-                break
-            left, top = 20, top + 104
-        sizes = {"left": left, "top": top, "width": width, "middle": width / 2}
-        sizes |= {"gradient": bar * numbers["gradient"][i]}
-        sizes |= {"first": triangle * first[i], "second": triangle * second[i]}
-        written = {key: f"{size:.1f}" for key, size in sizes.items()}
-        kind = "low" if numbers["pi"][i] < eta else "high"
-        drawn.append(Template(shape).substitute(written, kind=kind, name=escape(name)))
-        left += width + 3
-    tensors = {name: torch.tensor(values) for name, values in numbers.items()}
-    shares = shares_of(tensors, eta, torch.ones_like(tensors["pi"]))
-    shares |= {f"all_{key}": share for key, share in data["shares"].items()}
-    shares = {name: f"{value:.0f}" for name, value in shares.items()}
-    told = {"eta": eta, "responses": data["settings"]["responses"], "model": escape(data["model"])}
-    told["sign"] = "rewarded" if answer["advantage"] > 0 else "punished"
-    places = {"legend": top + 120, "height": top + 140}
-    return Template(whole).substitute(shares | told | places, drawn="".join(drawn))
+def hero(data):
+    """The first good answer as an SVG: each token at its π with its push, and its pass."""
+    prompt, settings = data["prompts"][0], data["settings"]
+    (good, bad), eta, alpha = prompt["answers"], settings["eta"], settings["alpha"]
+    if good["advantage"] <= 0:
+        raise lopti.UserError("no answer is better than its group: take another --seed")
+    whole, *shapes = (HERE / "hero.svg.in").read_text(encoding="utf-8").split("PART\n")
+    printed = lambda text: "".join(x if x.isprintable() else "▯" for x in text)
+    visible = lambda text: escape(printed(" ".join(text.split())))
+    drawn, left, foot, end, pushes = ["", "", ""], 46, 200, 16, good["tokens"]["weighted_push"]
+    texts = [" end" if special else text for text, special in zip(good["texts"], good["special"])]
+    tokens = list(zip(texts, map(str.strip, texts), good["tokens"]["pi"], pushes))
+
+    def draw(part, pi, word="", **places):
+        kind = 'class="low" fill="#d55e00"' if pi < eta else 'class="high" fill="#0072b2"'
+        written = {name: f"{place:.1f}" for name, place in places.items()}
+        drawn[part] += Template(shapes[part]).substitute(written, kind=kind, word=visible(word))
+
+    for text, word, pi, _ in tokens:  # the answer, two lines of monospaced type
+        left, width = left + 11 * text[:1].isspace(), 11 * len(word) + 1
+        if left + width > 620:
+            left, foot = 46, foot + 30
+        if word and foot < 240:
+            draw(0, pi, word, left=left, foot=foot, width=width, middle=left + width / 2)
+        left += width + 11 * (text[-1:].isspace() and word > "")
+    for _, word, pi, push in sorted(tokens, key=lambda token: token[2]):
+        x, height, width = 24 + 592 * pi, 116 * push / max(pushes), 10.2 * len(word)
+        draw(1, pi, left=x - 5, height=height, kept=height * (alpha * pi + 1 - alpha))
+        left = x + 5 - width if pi < eta else min(x - 5, 622 - width)
+        if height > 12 and left > end - 4:  # room for its name
+            left = max(left, end + 2)
+            draw(2, pi, word, left=left, foot=200 - height)
+            end = left + width
+        end = max(end, x + 5)
+    low = [push for *_, pi, push in tokens if pi < eta]
+    told = {name: f"{value:g}".replace("0.", ".") for name, value in settings.items()}
+    told |= {"low": len(low), "high": len(tokens) - len(low), "split": 24 + 592 * eta}
+    told |= {"push": f"{100 * sum(low) / sum(pushes):.0f}", "model": visible(data["model"])}
+    said = "".join(text for text, special in zip(bad["texts"], bad["special"]) if not special)
+    cut = lambda text, mark: textwrap.wrap(visible(text), 51, max_lines=2, placeholder=mark) + [""]
+    (asked, more, *_), (wrong, *_) = cut(f"“{prompt['text']}”", " …”"), cut(said, " …")
+    told |= dict(zip(("words", "bars", "names"), drawn), asked=asked, asked_on=more, bad=wrong)
+    return Template(whole).substitute(told)
 
 
 def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="an SVG of its first answer")
+    parser.add_argument("--hero", type=Path, metavar="FILE", help="an SVG of its first answer")
     options, flags = parser.parse_known_args(argv)
-    args = lopti.parse_arguments([*DEFAULTS, *flags, *FIXED])
-    if given := [f"--{name.replace('_', '-')}" for name in NOT_SHOWN if getattr(args, name)]:
-        raise lopti.UserError(f"the page shows an update by the paper's methods: not {given[0]}")
+    args = lopti.parse_arguments([*DEFAULTS.split(), *flags, *FIXED.split()])
+    if given := [flag for flag in flags if flag.split("=")[0] in REFUSED.split()]:
+        raise lopti.UserError(f"one update by the paper's methods is shown: not {given[0]}")
     policy, tokenizer, rows, _ = lopti.prepare(args)
     batch = next(lopti.prompt_stream(rows, min(args.prompts_per_step, len(rows)), args.seed))
-    command = shlex.join(["python", "data/lab/tokens.py", *flags])
-    model = args.model.removeprefix(f"{lopti.HERE}/")
-    data = {"model": model, "command": command, **page_data(policy, tokenizer, batch, args)}
+    data = {"model": args.model.removeprefix(f"{lopti.HERE}/")}
+    data |= {"command": shlex.join(["python", "data/lab/tokens.py", *flags])}
+    data |= page_data(policy, tokenizer, batch, args)
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     text = text.replace("<", r"\u003c")  # no token can end the script element that holds the data
     page = (HERE / "tokens.html.in").read_text(encoding="utf-8").replace("DATA", text, 1)
     options.out.write_text(page, encoding="utf-8")
-    if options.picture:
-        options.picture.write_text(picture(data), encoding="utf-8")
+    if options.hero:
+        options.hero.write_text(hero(data), encoding="utf-8")
     print(f"{options.out}: {len(data['prompts'])} prompts, {len(page.encode()) / 1000:.0f} KB")
 
 

@@ -1,148 +1,120 @@
-"""lopti.py as two questions of the laboratory need it: with one of its functions replaced.
+r"""lopti.py with one of its functions replaced, which is no method of the paper's.
 
-python data/lab/variants.py --variant random-split --eta 0.5       # random groups, Lopti's sizes
-python data/lab/variants.py --variant two-optimizers --eta 0.5     # an AdamW for each group
-python data/lab/variants.py --variant without-wording              # an oracle: no wording in it
-python data/lab/variants.py --variant measured-alpha               # AR with an α that it measures
-python data/lab/variants.py --variant unit-steps --learning-rate 0.05   # gradient descent, no AdamW
+    python data/lab/variants.py --variant without-bias --alpha 1    # AR without its bias
+    python data/lab/variants.py --variant random-split --eta 0.5    # random groups, Lopti's sizes
+    python data/lab/variants.py --variant oracle --only '^\W*\w+'   # only the first word is trained
+    python data/lab/variants.py --variant oracle --only '\b(?!(ok|fine)\b)\w+'   # all but two words
 
---variant can be given more than once.
+All other flags are lopti.py's. The oracle is told by a regular expression which words matter: it
+updates the tokens whose text, in that of their response, touches a match.
 """
 
 import argparse
-import copy
-import math
+import functools
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti  # isort: skip, before torch
 
-import theory
 import torch
 import transformers
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "make"))
-import puzzles
-
-update, split_tokens, make_optimizer = lopti.update, lopti.split_tokens, lopti.make_optimizer
+update, split_tokens = lopti.update, lopti.split_tokens
 
 
 def random_split(old_logprobs, mask, eta):
-    """Two random groups of response tokens, of the sizes that `lopti.split_tokens` gives.
-
-    >>> first, rest = random_split(torch.tensor([[0.1, 0.9, 0.9]]).log(), torch.ones(1, 3) > 0, 0.5)
-    >>> int(first.sum()), int(rest.sum())
-    (1, 2)
-    """
-    low, _ = split_tokens(old_logprobs, mask, eta)
-    of_tokens = low[mask]  # (number of response tokens,)
-    drawn = of_tokens[torch.randperm(len(of_tokens))]
+    """Two random groups of response tokens, of the sizes that `lopti.split_tokens` gives."""
+    in_first = split_tokens(old_logprobs, mask, eta)[0][mask]  # (number of response tokens,)
+    drawn = in_first[torch.randperm(len(in_first))]
     first = torch.zeros_like(mask).masked_scatter(mask, drawn)
     return first, mask & ~first
 
 
-def updated_copy(policy, rollout, stages, args, make_optimizer=make_optimizer):
-    """Yields one copy of the policy, with one new optimizer, after the update on each stage."""
-    optimizer = make_optimizer(trained := copy.deepcopy(policy), args)
-    for tokens in stages:
-        update(trained, optimizer, rollout, tokens, args)
-        yield trained
+def bias_correction(logits, advantages, alpha, eta, stage="all"):
+    """Σ_t Â_t Σ_a m(π(a)) π_θ(a), a scalar: added to the loss it subtracts the bias of a weight.
 
+    Tokens are weighted by m(π): Eq. 4's 1 - α(1-π), and 0 outside the stage. Then, at a prefix s,
 
-def update_with_own_optimizer(policy, optimizer, rollout, tokens, args, stage):
-    """`lopti.update`; the stage of likely tokens has an AdamW of its own."""
-    if stage == "high":
-        if not hasattr(optimizer, "of_likely_tokens"):
-            optimizer.of_likely_tokens = make_optimizer(policy, args)
-        optimizer = optimizer.of_likely_tokens
-    return update(policy, optimizer, rollout, tokens, args, stage)
+        E[m Â ∇log π] = Σ_a m·(Q - V)·∇π(a) + V·∇Σ_a m·π(a),    Q = E[Â | s, a],  V = E[Â | s]
 
+    The last part is the bias. Eq. 4's sharpens the policy where V > 0 and flattens it where V < 0,
+    whatever the token did; with α = 0 those of Lopti's passes are opposite. m = 1 and a weight of
+    prefixes (80/20) have none. logits (M, V); Â before Eq. 4 (M,). m is held fixed and goes by the
+    current π instead of π_old; nothing is clipped.
 
-def unit_steps(policy, args):
-    """Gradient descent whose every step has the length --learning-rate: where the theory is exact.
-
-    >>> policy = torch.nn.Linear(2, 1, bias=False)
-    >>> optimizer = unit_steps(policy, argparse.Namespace(learning_rate=0.5))
-    >>> before, policy.weight.grad = policy.weight.clone(), torch.tensor([[3.0, 4.0]])
-    >>> optimizer.step()
-    >>> (policy.weight - before).detach()
-    tensor([[-0.3000, -0.4000]])
+    >>> bias_correction(torch.tensor([[0.8, 0.2]]).log(), torch.tensor([1.0]), alpha=1.0, eta=0.0)
+    tensor(0.6800)
     """
-
-    def normalise(optimizer, *_):
-        gradients = [weights.grad for weights in policy.parameters() if weights.grad is not None]
-        torch._foreach_div_(gradients, torch.nn.utils.get_total_norm(gradients))
-
-    optimizer = torch.optim.SGD(policy.parameters(), lr=args.learning_rate)
-    optimizer.register_step_pre_hook(normalise)
-    return optimizer
+    pi = logits.softmax(-1)  # (M, V)
+    low, high = split_tokens(pi.detach().log(), torch.ones_like(pi, dtype=torch.bool), eta)
+    in_stage = {"all": low | high, "low": low, "high": high}[stage]
+    weights = lopti.reweight_advantages(in_stage.float(), pi.detach().log(), alpha)
+    return (advantages * (weights * pi).sum(-1)).sum()
 
 
-def update_with_measured_alpha(policy, optimizer, rollout, tokens, args, stage):
-    """`lopti.update` with AR whose α is measured while it trains, and without AR's bias.
-
-    Takes two gradients of each mini-batch: GRPO's, and that of α = 1 without its bias. What
-    MeasuredAlpha says of the weight is `of_unlikely` in metrics.jsonl, a mean over mini-batches.
-    """
-    if not hasattr(optimizer, "measured"):
-        optimizer.measured = theory.MeasuredAlpha()
-    settings = {**vars(args), "mini_batch_size": 0, "max_grad_norm": math.inf, "eta": 0.0}
-    totals, weights, gradients = Counter(), list(policy.parameters()), []
-    recorder = torch.optim.SGD(weights, lr=0.0)  # takes gradients down, leaves the weights alone
-    whole = lambda: torch.nn.utils.parameters_to_vector(weight.grad for weight in weights)
-    recorder.register_step_pre_hook(lambda *_: gradients.append(whole()))
+def update_without_bias(policy, optimizer, rollout, tokens, args, *more):
+    """`lopti.update`, one mini-batch at a time: it adds its gradient to the correction's."""
+    low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
+    stage = ("low" if torch.equal(tokens, low) else "high") if args.eta else "all"
+    totals = Counter()
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
-        gradients.clear()
-        for alpha in (1.0, 0.0):
-            advantages = lopti.reweight_advantages(rollout.unweighted, rollout.old_logprobs, alpha)
-            batch = replace(rollout, advantages=advantages).rows(indices)
-            one = argparse.Namespace(**settings | {"alpha": alpha, "without_bias": alpha > 0})
-            sums = update(policy, recorder, batch, tokens[indices, : batch.ids.shape[1]], one)
-        totals.update(sums)
-        if len(gradients) == 2:  # else all advantages are 0
-            by_pi, gradient = gradients
-            step, of_unlikely = optimizer.measured(gradient, by_pi)
-            for weight, part in zip(weights, step.split([weight.numel() for weight in weights])):
-                weight.grad = part.view_as(weight)
-            torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            totals["of_unlikely"] += float(of_unlikely)
-    return dict(totals)
+        batch, every = rollout.rows(indices), range(len(indices))
+        kept = replace(batch, mask=lopti.tokens_to_keep(policy, batch, args))  # N of them
+        for rows in lopti.micro_batches(every, batch.lengths, args.tokens_per_microbatch):
+            part = kept.rows(rows)
+            at = part.mask
+            with lopti.mixed_precision(policy, args):
+                logits = lopti.token_logits(policy, part.ids, at, args.temperature, args.min_p)
+            weights = lopti.reweight_advantages(1.0, part.old_logprobs[at], args.alpha)
+            advantages = (part.advantages[at] / weights).nan_to_num()  # 0/0 outside of --min-p
+            loss = bias_correction(logits, advantages, args.alpha, args.eta, stage)
+            (loss / kept.mask.sum()).backward()
+        of_batch = tokens[indices, : batch.ids.shape[1]]
+        totals.update(update(policy, optimizer, batch, of_batch, args, *more))
+    return totals
 
 
-def wording(ids, tokenizer):
-    """Where tokens do not matter to the answer: synonyms in the bundled policy's puzzles, fillers.
+tokenizer_of = functools.cache(transformers.AutoTokenizer.from_pretrained)
 
-    Nowhere with a tokenizer that does not have all these synonyms.
+
+def matching(ids, mask, tokenizer, pattern):
+    """The tokens (B, L) whose text touches a match of `pattern` in the text of their response.
+
+    None if there is no pattern.
     """
-    vocabulary, words = tokenizer.get_vocab(), {*puzzles.WORDING_WORDS}
-    words = words | ({*puzzles.FILLERS} & vocabulary.keys()) if words <= vocabulary.keys() else ()
-    return torch.isin(ids, ids.new_tensor([vocabulary[word] for word in words]))
+    found = torch.zeros_like(mask)
+    for row, places in enumerate(mask if pattern else ()):
+        own = ids[row, places].tolist()
+        texts = tokenizer.batch_decode([own[:end] for end in range(len(own) + 1)])
+        spans = [match.span() for match in re.finditer(pattern, texts[-1])]
+        ends = pairwise(map(len, texts))  # where the text of each token begins and ends
+        touched = [any(a < end and start < b for a, b in spans) for start, end in ends]
+        found[row, places] = torch.tensor(touched, dtype=torch.bool, device=mask.device)
+    return found
 
 
-def update_without_wording(policy, optimizer, rollout, tokens, args, stage):
-    """`lopti.update` without the words that do not matter to the answer: an oracle."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    tokens = tokens & ~wording(rollout.ids, tokenizer)
-    return update(policy, optimizer, rollout, tokens, args, stage)
+def update_what_matters(pattern, policy, optimizer, rollout, tokens, args, *more):
+    """`lopti.update` on those of `tokens` that the oracle calls for."""
+    matched = matching(rollout.ids, rollout.mask, tokenizer_of(args.model), pattern)
+    return update(policy, optimizer, rollout, tokens & matched, args, *more)
 
-
-VARIANTS = {
-    "random-split": {"split_tokens": random_split},
-    "unit-steps": {"make_optimizer": unit_steps},
-    "two-optimizers": {"update": update_with_own_optimizer},
-    "without-wording": {"update": update_without_wording},
-    "measured-alpha": {"update": update_with_measured_alpha},
-}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--variant", choices=VARIANTS, required=True, action="append")
-    chosen, flags = parser.parse_known_args()
-    for variant in chosen.variant:
-        vars(lopti).update(VARIANTS[variant])
+    variants = ("without-bias", "random-split", "oracle")
+    parser.add_argument("--variant", choices=variants, required=True)
+    parser.add_argument("--only", metavar="PATTERN")
+    own, flags = parser.parse_known_args()
+    if (own.variant == "oracle") != bool(own.only):
+        parser.error("--only PATTERN belongs to --variant oracle")
+    if own.variant == "random-split":
+        lopti.split_tokens = random_split
+    else:
+        oracle = functools.partial(update_what_matters, own.only)
+        lopti.update = oracle if own.only else update_without_bias
     sys.exit(lopti.main(flags))

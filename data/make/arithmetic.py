@@ -1,18 +1,14 @@
-"""A small math set of our own with \\boxed{} answers, at a level the bundled policy can attempt.
+"""A small math set of our own with \\boxed{} answers, at a level the bundled model can attempt.
 
     python data/make/arithmetic.py             # rewrites data/math_{train,test}.jsonl byte for byte
-    python data/make/arithmetic.py --show 5    # prints five problems with their worked solutions
 
 Columns as in the public MATH set: problem, answer, level, type. Four types (whole numbers,
 fractions, decimals, pairs) at three levels: the level is the number of steps it takes.
 """
 
-import argparse
-import random
 from fractions import Fraction
-from pathlib import Path
 
-from puzzles import write_jsonl
+from puzzles import files_parser, write_files
 
 TYPES = ("whole numbers", "fractions", "decimals", "pairs")
 
@@ -91,33 +87,9 @@ def worked_solution(rng, parts, error_rate=0.0):
 
 
 def main():
-    look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-    parser.add_argument("--train", type=int, default=300, help="training problems per level")
-    parser.add_argument("--test", type=int, default=100, help="test problems per level")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
-    text = "print N problems with solutions and stop"
-    parser.add_argument("--show", type=int, default=0, metavar="N", help=text)
-    args = parser.parse_args()
-    rng = random.Random(args.seed)
-    if args.show:
-        for _ in range(args.show):
-            problem, parts = generate_problem(rng, rng.randint(1, 3))
-            print(f"{problem['problem']}\n  {worked_solution(rng, parts)}\n  ({problem['answer']})")
-        return
-    train, test, seen = [], [], set()
-    for level in (1, 2, 3):
-        for rows, wanted in ((test, args.test), (train, args.train)):
-            target = len(rows) + wanted
-            while len(rows) < target:
-                problem, _ = generate_problem(rng, level)
-                if problem["problem"] not in seen:
-                    seen.add(problem["problem"])
-                    rows.append(problem)
-    rng.shuffle(train)
-    write_jsonl(args.folder / "math_train.jsonl", train)
-    write_jsonl(args.folder / "math_test.jsonl", test)
+    args = files_parser(__doc__, train=300, test=100).parse_args()
+    generate = lambda rng, level: generate_problem(rng, level)[0]
+    write_files(args, "math", (1, 2, 3), generate, "problem")
 
 
 if __name__ == "__main__":

