@@ -499,7 +499,8 @@ def load_rows(source, args, tokenizer):
             left_out.setdefault(str(reason), []).append(number)
     told = []
     for why, them in left_out.items():
-        told.append(f"{len(them)} {why} (row {', '.join(map(str, them[:9]))})")
+        numbers = ", ".join(map(str, them[:9])) + ", ..." * (len(them) > 9)
+        told.append(f"{len(them)} {why} (row {numbers})")
     if args.task == "math" and not args.reward:
         texts = len(rows)
         for row in rows:
@@ -510,7 +511,8 @@ def load_rows(source, args, tokenizer):
         rows = [row for row in rows if int(row["difficulty"]) in args.people]
     found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
     if not rows:
-        found += f" (its columns: {', '.join(map(str, names))}; --people: {args.people})"
+        found += f" (columns: {', '.join(map(str, names))}; --task {args.task}"
+        found += f" --people {' '.join(map(str, args.people))})" if args.task == "kk" else ")"
         raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {found}")
     if told:
         print(f"{Path(source).name}: {found}")
@@ -664,7 +666,8 @@ def compute_rewards(texts, rows, args):
     """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
 
     It has TRL's signature, f(completions, solution, **columns) -> list of numbers. It gets strings,
-    for chats as well, and copies of all columns of the data as lists with one entry a response.
+    for chats as well, and copies of all columns of the data as lists with one entry a response. It
+    may not leave a reward out (None), as in TRL.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}

@@ -940,7 +940,7 @@ def test_kk_format_and_what_the_prompt_has_opened():
 
 
 BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || $\boxed 5$ eggs | 5
-\boxed{\left\{ 1 \right.} | \left\{ 1 \right. || \boxed{3}, in \boxed as told | 3 || \boxed{1} (\fbox) | 1
+\boxed{\left\{ 1 \right.} | \left\{ 1 \right. || \boxed{3}, in \boxed as told | 3
 \boxed{1}</think> no. | None || \boxed{1} no: \boxed{2 | None || \boxed{3} (`\boxed`) | 3"""
 
 
@@ -966,22 +966,22 @@ RIGHT = r"""
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
 \frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
 2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  2^{10} | 1024  ;;  6+5 | 11
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5 + 1} | \frac{2}{1 + \sqrt5}
+\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5+1} | \frac{2}{1+\sqrt5}
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
 x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m  ;;  \frac12 | ½
 (1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
-x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8:30\text{ a.m.} | 8:30 AM
+x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8\text{ a.m.} | 8 AM
 \binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
 x^2 + 2x + 9 | 9 + 2x + x(x)  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23  ;;  (n-2) 2^{n} | 2^n(n-2)
 \frac{18+3c}{7} | (3c + 18)/7  ;;  \text{(B)} | B | (B)  ;;  \text{Yes} | yes  ;;  x \neq 3 | x ≠ 3
-\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \left[\begin{array}{cc} 0.5&0\\0&1\end{array}\right]
+\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \left[\begin{array}{c}.5&0\\0&1\end{array}\right]
 """
 
 WRONG = r"""
 ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
 0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x  ;;  1/0 | 2/0
 A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 | x \ge 3 | x < 3
-\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM  ;;  10^{20} | 10^{20} + 1
+\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM  ;;  25 | 5 cm^2
 5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
 5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
 5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5 xy | 5 x/y | 5 m/x
@@ -989,17 +989,18 @@ A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 
 x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5  ;;  x | -x | y
 \binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
 \text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin x | nis x | \sin 2x | \cos x
-\sqrt{2} | 1.41 | \sqrt[3]{2}  ;;  \ln(2)x | \ln(2x)  ;;  9^{9^{9}} | 9^{9^{8^9}}  ;;  (1,200) | 1200
+\sqrt{2} | 1.41 | \sqrt[3]{2}  ;;  \ln(2)x | \ln(2x)  ;;  9^{9^9} | 9^{9^{8^9}}  ;;  (1,200) | 1200
 (1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  \begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 2)
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
 UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
-\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  1024 | 2^{10}  ;;  -1 | e^{i\pi}
-3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 | \ln e | \cos 0  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)  ;;  279 | 2104_5  ;;  \frac{7}{3} | 2 2/6
-x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  x > 3 | x > 1 + 2
+\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  1024 | 2^{10}
+3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
+3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)  ;;  279 | 2104_5  ;;  -1 | e^{i\pi}
+1 | \ln e | \cos 0  ;;  6 | \sqrt{36}
+x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  \frac{7}{3} | 2 2/6
 """
 
 
@@ -1020,8 +1021,8 @@ def test_others_give_the_same_rewards(path):
     assert ours == [row["score" if is_kk else "correct"] for row in rows]
 
 
-PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ € 5cm
-\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ \lceil 3am
+PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ €
+\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ 5cm
 \infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2"""
 
 
@@ -1111,7 +1112,7 @@ def test_training_prompts_are_never_evaluation_prompts(tmp_path, capsys, trained
 
 
 def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
-    """Our problems say nothing of his reward. A row that is there twice is not trained on either."""
+    """Our problems say nothing of his reward. What is there twice is not trained on."""
     rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]
     files = {"data": write_jsonl(tmp_path / "own.jsonl", rows)}
     training, evaluation = load_data("--task math", **files)
@@ -1161,7 +1162,9 @@ def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
     rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
-    with pytest.raises(lopti.UserError, match=r"its columns: quiz, solution_text_format; --people"):
+    with pytest.raises(
+        lopti.UserError, match=r"columns: quiz, solution_text_format; --task kk --people 3"
+    ):
         load_rows(path, "--people 3")
     answers = [
         "2",
