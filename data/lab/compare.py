@@ -24,6 +24,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import zlib
@@ -83,7 +84,7 @@ def train(flags, seed, args):
     if not (folder / "final").exists():
         own = [pair for pair in pairwise(words) if pair[0] in ("--variant", "--only")]
         command = [sys.executable, ROOT / ("data/lab/variants.py" if own else "lopti.py")]
-        if any(folder.glob("checkpoint*")):
+        if (folder / "checkpoint.pt").exists():
             command += [*sum(own, ()), "--resume", folder]
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -92,15 +93,16 @@ def train(flags, seed, args):
         with log.open("w", encoding="utf-8") as stream:
             options = {"stdout": stream, "stderr": stream, "env": os.environ | environment}
             if subprocess.run(command, check=False, **options).returncode:
-                return f"{log}: {log.read_text('utf-8')[-500:].strip()}"
-    steps = read_lines(folder / "metrics.jsonl")
-    line = {"flags": flags, "seed": seed, "evaluations": read_lines(folder / "evaluations.jsonl")}
+                return f"{log}: {' '.join(log.read_text('utf-8').splitlines()[-1:])}"
+    steps, evaluations = (read_lines(folder / f"{x}.jsonl") for x in ("metrics", "evaluations"))
+    line = {"flags": flags, "seed": seed}
+    line["evaluations"] = [{name: row[name] for name in ("step", "table")} for row in evaluations]
     line["metrics"] = {name: [step[name] for step in steps] for name in METRICS}
     short = json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.4g}"))
     with args.results.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(short) + "\n")
-    for path in [folder / "final", *folder.glob("checkpoint*")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(folder / "final")
+    (folder / "checkpoint.pt").unlink(missing_ok=True)
     return "done"
 
 
@@ -263,6 +265,7 @@ def main():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & takes away
     try:
         main()
     except KeyboardInterrupt:

@@ -369,8 +369,8 @@ def measure(policy, tokenizer, rows, count, args):
 
 def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
-    parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
-    parser.add_argument("--batches", type=lopti.number(int, 1), default=10, help="default: 10")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
+    parser.add_argument("--batches", type=lopti.within(int, 1), default=10, help="default: 10")
     parser.add_argument("--only", default="", help="the words that an oracle would train on")
     own, flags = parser.parse_known_args(argv)
     args = lopti.parse_arguments(["--alpha", "0.3", "--eta", "0.5", *flags])  # the paper's

@@ -27,7 +27,7 @@ import lopti  # isort: skip, before torch
 import diagnose
 import theory
 import torch
-from variants import updated_copy
+from theory import updated_copy
 
 HERE = Path(__file__).resolve().parent
 
@@ -60,7 +60,7 @@ def at_the_logits(policy, rollout, args):
 
 
 def after_updates(policy, rollout, args):
-    """Δ log π after each step of each method: {name: (B, L)}, by `variants.updated_copy`."""
+    """Δ log π after each step of each method: {name: (B, L)}, by `theory.updated_copy`."""
     before, every = rollout.old_logprobs, rollout.mask
     low, high = lopti.split_tokens(before, every, args.eta)
     weighted = lopti.reweight_advantages(rollout.advantages, before, args.alpha)

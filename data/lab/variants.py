@@ -57,7 +57,7 @@ def bias_correction(logits, advantages, alpha, eta, stage="all"):
     return (advantages * (weights * pi).sum(-1)).sum()
 
 
-def update_without_bias(policy, optimizer, rollout, tokens, args, *more):
+def update_without_bias(policy, optimizer, rollout, tokens, args):
     """`lopti.update`, one mini-batch at a time: it adds its gradient to the correction's."""
     low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
     stage = ("low" if torch.equal(tokens, low) else "high") if args.eta else "all"
@@ -75,7 +75,7 @@ def update_without_bias(policy, optimizer, rollout, tokens, args, *more):
             loss = bias_correction(logits, advantages, args.alpha, args.eta, stage)
             (loss / kept.mask.sum()).backward()
         of_batch = tokens[indices, : batch.ids.shape[1]]
-        totals.update(update(policy, optimizer, batch, of_batch, args, *more))
+        totals.update(update(policy, optimizer, batch, of_batch, args))
     return totals
 
 
@@ -98,10 +98,10 @@ def matching(ids, mask, tokenizer, pattern):
     return found
 
 
-def update_what_matters(pattern, policy, optimizer, rollout, tokens, args, *more):
+def update_what_matters(pattern, policy, optimizer, rollout, tokens, args):
     """`lopti.update` on those of `tokens` that the oracle calls for."""
     matched = matching(rollout.ids, rollout.mask, tokenizer_of(args.model), pattern)
-    return update(policy, optimizer, rollout, tokens & matched, args, *more)
+    return update(policy, optimizer, rollout, tokens & matched, args)
 
 
 if __name__ == "__main__":
