@@ -51,6 +51,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream, tally, user_errors
 
+transformers.utils.logging.disable_progress_bar()  # ours is enough
 HERE = Path(__file__).resolve().parent
 
 # The training step --------------------------------------------------------------------------------
@@ -779,11 +780,10 @@ def load_model(name, device):
 
 
 def checkpoint_layers(model):
-    """Keep each layer's input only, and compute the rest again in the backward pass.
-
-    Not HF's own switch, which works in training mode only, and so with dropout.
-    """
-    for layer in model.modules():
+    """Keep each layer's input only, and compute the rest again in the backward pass."""
+    for (
+        layer
+    ) in model.modules():  # HF's own switch works in training mode only, and so with dropout
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
