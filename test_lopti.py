@@ -1250,6 +1250,9 @@ def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
     tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
     tokenizer.chat_template = template
     text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+    assert task.system not in text  # which the bundled vocabulary cannot write
+    tokenizer.unk_token = None
+    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
     assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
     assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
     for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
