@@ -908,154 +908,99 @@ def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
 
 
 def test_kk_answer():
-    scores = {
-        TRUTH: 3.0,
-        "JACKSON IS A KNAVE.\nJack is\ta  knight": 3.0,  # no matter the case, order and spacing
-        "Jack is a knight\nJackson is a knight": -0.5,  # complete but wrong
-        "Jack is a knight": -1.0,  # a name is missing
-        "Jack is a knight\nJack is a knave": -1.0,  # both roles for one name
-        TRUTH + "\nso there is one knight": -1.0,  # one role word too many
-        "Both are knights: " + TRUTH: -1.0,  # 'knights' counts as well
-        "Jack is a knight\nJackson is a knaves": -1.0,  # the count is right, the word is not
-        "Jackson is a knight\nJackson is a knave": -1.0,  # Jack is not inside Jackson
-        "(1) Zoey is a knight\n(2) Oliver is a knave": -1.0,  # copied from the prompt's example
-    }
-    assert {answer: kk(answer) for answer in scores} == scores
-
-
-def test_kk_broken_format():
-    responses = [
-        f"<answer>{TRUTH}</answer>",  # thinking never ends
-        f"</think><answer>{TRUTH}",
-        f"</think></think><answer>{TRUTH}</answer>",
-        f"<answer>{TRUTH}</answer></think>",  # wrong order
-        f"</think><answer>{TRUTH}</answer><answer>{TRUTH}</answer>",  # a second answer
-        f"The form is <answer> </answer>.</think><answer>{TRUTH}</answer>",  # copied tags
-        f"<think></think><answer>{TRUTH}</answer>",  # the prompt opened <think> already
-        *(None, [], [{"role": "assistant", "content": None}]),
-    ]
-    assert rewards.kk_reward(responses, [TRUTH] * 10) == [-3.0] * 10
-
-
-def test_kk_reads_from_the_prompt_whether_think_is_open():
-    for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
-        for prompt in (asked, user(asked)):
-            assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
-            assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
-
-
-def test_kk_names_of_several_words_stay_apart():
-    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave\n(3) Ann is a knave"
-    assert kk(truth, truth=truth) == 3.0
-    assert kk(truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth=truth) == -0.5
-    assert kk(truth.replace("(3) Ann", "(3) Jo Ann"), truth=truth) == -1.0
-    assert kk("Ann is a knight", truth="(1) Jo Ann is a knight") == -1.0
-    one_line = "Zoey is a knight, and Mary Ann is a knave."
-    assert kk("Mary Ann is a knave and Zoey is a knight", truth=one_line) == 3.0
+    """Not readable is an answer where a name is missing or has both roles, or with one role word
+    too many (knights counts as well); Jack is not inside Jackson, nor Ann inside Jo Ann."""
+    assert kk(TRUTH) == kk("JACKSON IS A KNAVE.\nJack is\ta  knight") == 3.0
+    assert kk("Jack is a knight\nJackson is a knight") == -0.5
+    unread = ("Jack is a knight", "Jack is a knight\nJack is a knave", TRUTH + "\nso one knight")
+    unread += ("Jackson is a knight\nJackson is a knave", "both are knights: " + TRUTH)
+    assert [kk(answer) for answer in unread] == [-1.0] * 5
+    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave, and Ann is a knave"
+    answers = (truth, truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth[:-16] + truth)
+    assert [kk(answer, truth=truth) for answer in answers] == [3.0, -0.5, -1.0]
     name = "a" * 50  # where each word could begin a name of any length, time is quadratic
     assert rewards.read_roles(f"{name} is a knight") == {name: "knight"}
     assert rewards.read_roles(f"a{name} is a knight") is None
 
 
-def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
-    for function in (rewards.kk_reward, rewards.math_reward):
-        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
-            function(["", ""], [TRUTH])
+def test_kk_format_and_what_the_prompt_has_opened():
+    answer = (
+        f"<answer>{TRUTH}</answer>"  # thinking never ends; wrong order; two answers; copied tags
+    )
+    responses = [answer, f"</think>{answer}"[:-2], f"{answer}</think>", f"</think>{answer}{answer}"]
+    responses += [f"<answer> </answer></think>{answer}", None, [], [{"content": None}]]
+    assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
+    for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
+        for prompt in (asked, user(asked)):
+            assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
+            assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
     for truth in ("nobody here", "(1) Ann is a knight\n(2) Ann is a knave", None):
         with pytest.raises(ValueError, match="row 1 of `solution` does not give each name one"):
             rewards.kk_reward(["a", "b"], [TRUTH, truth])
-    chat = [{"role": "user", "content": "8"}, {"role": "assistant", "content": r"\boxed{7}"}]
-    assert rewards.math_reward([chat, chat[:1], []], ["7"] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
 
 
-def test_extract_boxed():
-    contents = {
-        r"\boxed{1} or \boxed{2}": "2",
-        r"\boxed{1} or \fbox{2}": "2",
-        r"\boxed{\frac{1}{2}} }": r"\frac{1}{2}",
-        r"$\boxed 5$ eggs": "5",
-        r"\boxed{\left\{ 1 \right.}": r"\left\{ 1 \right.",
-        r"\boxed{1}</think> I forgot.": None,
-        r"\boxed{1}</think> \boxed{2}": "2",
-        r"\boxed{1} no: \boxed{2": None,
-        r"\boxed{1} or \boxed{}": "",
-        r"\boxed{%s}" % ("9" * (rewards.MAX_BOX - 1)): "9" * (rewards.MAX_BOX - 1),
-        r"\boxed{%s}" % ("9" * rewards.MAX_BOX): None,  # a million braces are not counted
-        "the answer is 5": None,
-        **{
-            rf"\boxed{{3}}, {words}": "3"
-            for words in (r"in \boxed as told", r"(`\boxed`)", r"\fbox")
-        },
-    }
-    assert {text: rewards.extract_boxed(text) for text in contents} == contents
-    assert rewards.math_reward([r"\boxed{42}"], [r"$\boxed{42}$"]) == [1.0]
+BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || $\boxed 5$ eggs | 5
+\boxed{\left\{ 1 \right.} | \left\{ 1 \right. || \boxed{3}, in \boxed as told | 3
+\boxed{1}</think> no. | None || \boxed{1} no: \boxed{2 | None || \boxed{3} (`\boxed`) | 3"""
+
+
+def test_the_last_box_is_read():
+    for text, content in (row.split(" | ") for row in re.split(r" \|\| |\n", BOXES)):
+        assert str(rewards.extract_boxed(text)) == content, text
+    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * rewards.MAX_BOX)]
+    texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
+    assert rewards.math_reward(texts, [r"$\boxed{42}$"] * 4, level=[1] * 4) == [1.0, 0.0, 0.0, 1.0]
+    for function in (rewards.kk_reward, rewards.math_reward):
+        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
+            function(["", ""], [TRUTH])
 
 
 RIGHT = r"""
-11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
-11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2}
-11 | 11cm | 11 \text{ cm}² | €11 | 11 miles per hour | 11\text{ sq. ft} | 11^{\text{th}} | 11 (feet)
-11 | PQ = 11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11 | x = 5 + 6 = 11 | \[ 11 \]
-5\text{ lb} | 5 pounds | 5 lbs  ;;  5 cm | 5\text{ centimetres} | 5  ;;  9\text{ goals} | 9
-\frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
-\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  \frac12 | ½
-1200 | 1,200 | 1{,}200 | 1,\!200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
-3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000 | 3,\! 000,\! 000
+11 | 11.0 | 011 | +11 | (11) | 11. | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2 | \{11\}
+11 | \$11 | 11\% | 11^\circ | 11 square feet | \mathrm{11} | 11\ \mathrm{m/s^2} | \[ 11 \] | 11cm
+11 | 11\text{ cm}² | €11 | 11 miles per hour | 11^{\text{th}} | 11 (feet) | x = 5 + 6 = 11
+11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11  ;;  5 lb | 5 pounds | 5\text{ lbs} | 5
+\frac{3}{4} | 3/4 | .75 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
+\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  9\text{ goals} | 9
+1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
-\frac{\pi}{4} | \pi/4 | 0.25\pi | \frac14\cdot\pi | \theta = \frac{π}{4}
-\frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1 | \frac{-3 + \sqrt{33}}{3}
-2001+25i | 25i+2001  ;;  2000000000 | 2 billion  ;;  2^{10} | 1024 | 2^{ 10 }
-6 + 5 | 11 | 1.1 \times 10^1 | 5 + 6  ;;  1204_9 | 1204_{9}  ;;  \frac{2}{\sqrt5 + 1} | \frac{2}{1 + \sqrt5}
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3 | 1; 2; 3  ;;  4 \times 10^{12} | 4·10^12
+\frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
+2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  2^{10} | 1024  ;;  6+5 | 11
+\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5+1} | \frac{2}{1+\sqrt5}
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
-x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
-(1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)
-[0, \infty) | \left[0,+\infty\right) | x \in [0, \infty) | [0, ∞)
-(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1) | (-∞,1) ∪ (2,3]  ;;  x > 3 | 3 < x | x \gt 3
-x \neq 3 | x \ne 3 | x ≠ 3  ;;  \ln 2 | \ln(2) | \ln{2} | ln 2  ;;  \binom52 | \dbinom52
-3\ln 2 + 1 | 1 + 3\ln(2) | \ln(2) \cdot 3 + 1  ;;  \sin x | \sin(x) | \sin{x} | sin(x)
-x\sin 2x + \cos x | \cos(x) + \sin(2x)x  ;;  5 | 5 cm^2 | 5 m/s | 5 km/h | 5 m/s^2
--\frac12 | \frac{1}{-2} | \frac{-1}{2}  ;;  (n-2) 2^{n}+1 | 1$+$(n-2) 2^{n}
-x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23
-\frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}  ;;  x_1 + x_{2} | x_2 + x_{1}
-y = 2x + 1 | 1 + 2x | y = 1 + 2x  ;;  8:30\text{ a.m.} | 8:30 AM
-\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5&0\\0&1\end{bmatrix}
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \left(\begin{array}{c} 1 \\ 2 \end{array}\right)
-\text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  A,C | \text{C, A}  ;;  \text{Yes} | yes
+x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m  ;;  \frac12 | ½
+(1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
+x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8\text{ a.m.} | 8 AM
+\binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
+x^2 + 2x + 9 | 9 + 2x + x(x)  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23  ;;  (n-2) 2^{n} | 2^n(n-2)
+\frac{18+3c}{7} | (3c + 18)/7  ;;  \text{(B)} | B | (B)  ;;  \text{Yes} | yes  ;;  x \neq 3 | x ≠ 3
+\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \left[\begin{array}{c}.5&0\\0&1\end{array}\right]
+"""
+
+WRONG = r"""
+ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
+0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x  ;;  1/0 | 2/0
+A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 | x \ge 3 | x < 3
+\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM  ;;  25 | 5 cm^2
+5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
+5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
+5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5 xy | 5 x/y | 5 m/x
+5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
+x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5  ;;  x | -x | y
+\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
+\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin x | nis x | \sin 2x | \cos x
+\sqrt{2} | 1.41 | \sqrt[3]{2}  ;;  \ln(2)x | \ln(2x)  ;;  9^{9^9} | 9^{9^{8^9}}  ;;  (1,200) | 1200
+(1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  \begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 2)
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
 UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
-\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14 | \frac{1 + 2}{4}
-1024 | 2^{10} | 4^5 | 2^5\cdot 2^5  ;;  2104_5 | 427_8 | 279  ;;  279 | 2104_5
-3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 | \ln e | \cos 0  ;;  -1 | e^{i\pi}
-6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)  ;;  -\frac12 | \frac{2}{-4}
-(4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)  ;;  x > 3 | x > 1 + 2
-x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1
-"""
-
-WRONG = r"""
-ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes | 3 minutes 2 hours
-0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x
-A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1 | 2^{100}
-\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM | 8:31 AM
-5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
-5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
-5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5\text{ and a half}
-5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
-x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  a = 3, b = 4 | 4, 3 | b = 3, a = 4
-x \approx 2.1 | x \approx 5  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 + \sqrt2 | 1 \pm \sqrt2
-\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
-\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin^2 x | \sin x^2 | \sin x
-\sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}  ;;  \ln 2 + 1 | \ln(2 + 1) | \ln 2
-\sin x | sinx | nis x | \sin 2x | \sin(x + 1) | \cos x  ;;  \ln(2)x | \ln(2x)
-5 | 5 xy | 5 x/y | 5 x^2 | 5 m/x  ;;  25 | 5 cm^2  ;;  x \neq 3 | x = 3 | x \neq 4
-100000000000000000000 | 100000000000000000001  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
-(1,200) | 1200  ;;  (1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  [1, 2) | (1, 2]
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | [1, 2]
-x | -x | y | \sqrt{x^2}  ;;  x > 3 | x \ge 3 | x < 3  ;;  9^{9^{9}} | 9^{9^{8^9}}  ;;  1/0 | 2/0
+\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  1024 | 2^{10}
+3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
+3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)  ;;  279 | 2104_5  ;;  -1 | e^{i\pi}
+1 | \ln e | \cos 0  ;;  6 | \sqrt{36}
+x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  \frac{7}{3} | 2 2/6
 """
 
 
@@ -1065,16 +1010,6 @@ def test_answers_match(table, right):
     pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
     assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
     assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
-
-
-def test_the_guide_s_reward_with_math_verify():
-    pytest.importorskip("math_verify")
-    guide, names = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8"), {}
-    (code,) = (x for x in re.findall(r"```python\n(.*?)```", guide, re.S) if "math_verify" in x)
-    exec(code, names)
-    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
-    solution = ["x < 4", "3", "5", "5"]
-    assert names["math_verify_reward"](texts, solution, level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
@@ -1087,8 +1022,8 @@ def test_others_give_the_same_rewards(path):
 
 
 PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ €
-\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ \lceil
-\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2 5cm 3am 5th"""
+\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ 5cm
+\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2"""
 
 
 def test_no_text_raises_or_hangs():
@@ -1107,13 +1042,13 @@ def test_no_text_raises_or_hangs():
 # ------------------------------------------------------------------------------ data
 
 
-def load_data(flags="", tokenizer=TOKENIZER, **files):
+def load_data(flags="", **files):
     """(training rows, evaluation rows) of `lopti.load_data`."""
-    return lopti.load_data(arguments(flags, **files), tokenizer)
+    return lopti.load_data(arguments(flags, **files), TOKENIZER)
 
 
-def load_rows(path, flags="--task math", tokenizer=TOKENIZER):
-    return rewards.load_rows(str(path), arguments(flags), tokenizer)
+def load_rows(path, flags="--task math"):
+    return rewards.load_rows(str(path), arguments(flags), TOKENIZER)
 
 
 LILY = "(1) Lily is a knave"
@@ -1137,35 +1072,30 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "verl": ("math", {**verl(user("1?"), "1"), "question": "1?"}, "<|user|>1?<|assistant|>", "1"),
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
-    "GSM8K, 0": ("math", {"question": "None?", "answer": 0}, "None?", "0"),
-    "DeepScaleR, 0": ("math", {"problem": "None.", "answer": 0}, "None.", "0"),
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
 }
-FORMATS = [(shape, suffix) for shape in ROWS for suffix in ("json", "parquet")]
-FORMATS += [(shape, "csv") for shape in ROWS if set(map(type, ROWS[shape][1].values())) == {str}]
 
 
-@pytest.mark.parametrize("shape, suffix", FORMATS)
-def test_every_shape_of_row_in_every_format(tmp_path, shape, suffix):
+@pytest.mark.parametrize("shape", ROWS)
+def test_every_shape_of_row_in_every_format(tmp_path, shape):
     """From a file to a prompt, and to a solution that the reward reads."""
     task, row, prompt, solution = ROWS[shape]
-    data, path = datasets.Dataset.from_list([row]), str(tmp_path / f"rows.{suffix}")
-    path += "l" if suffix == "json" else ""
-    getattr(data, f"to_{suffix}")(path)
-    flags = f"--task {task} --people 1 --eval-only --eval-data {path}"
-    training, (loaded,) = load_data(flags)
-    assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
-    assert loaded["difficulty"] == ("1" if task == "kk" else "all")
-    own = "prompt" in row and "quiz" not in row
-    assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
-    assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
+    data, own = datasets.Dataset.from_list([row]), "prompt" in row and "quiz" not in row
+    for suffix in ("jsonl", "parquet", "csv")[: 3 if {*map(type, row.values())} == {str} else 2]:
+        path = tmp_path / f"rows.{suffix}"
+        getattr(data, f"to_{suffix.removesuffix('l')}")(path)
+        training, (loaded,) = load_data(f"--task {task} --people 1 --eval-only --eval-data {path}")
+        assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
+        assert loaded["difficulty"] == ("1" if task == "kk" else "all")
+        assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
+        assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
 
 
 SHAPES = {
-    "K&K": lambda quiz, roles: {"quiz": quiz, "solution_text_format": roles},
-    "TRL": lambda quiz, roles: {"prompt": user(quiz), "solution": roles},
-    "verl": lambda quiz, roles: verl(user(CHAT.replace("Who", "The puzzle: " + quiz)), roles),
+    "K&K": lambda quiz: {"quiz": quiz, **KK_TRUTH},
+    "TRL": lambda quiz: {"prompt": user(quiz), "solution": LILY},
+    "verl": lambda quiz: verl(user(CHAT.replace("Who", "The puzzle: " + quiz)), LILY),
 }
 
 
@@ -1174,90 +1104,68 @@ def test_training_prompts_are_never_evaluation_prompts(tmp_path, capsys, trained
     """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
     files = {}
     for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
-        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?", LILY) for x in part.split()]
+        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?") for x in part.split()]
         files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    training, evaluation = load_data("--people 1 --eval-size 1", **files)
-    assert len(training) == len(evaluation) == 1 and "who is c?" in training[0]["key"]
+    (row,), (_,) = load_data("--people 1 --eval-size 1", **files)
     told = "1 training and 1 of 2 evaluation prompts; 2 of 3 rows are also in --eval-data\n"
-    assert capsys.readouterr().out == told
+    assert "who is c?" in row["key"] and capsys.readouterr().out == told
 
 
 def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
-    """Never our problems: with a reward of one's own these say nothing."""
-    rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]  # each twice
+    """Our problems say nothing of his reward. What is there twice is not trained on."""
+    rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]
     files = {"data": write_jsonl(tmp_path / "own.jsonl", rows)}
     training, evaluation = load_data("--task math", **files)
-    assert len(evaluation) == 4 and not {x["key"] for x in training} & {
-        x["key"] for x in evaluation
-    }
-    assert all(row["key"].startswith("say") for row in evaluation)
+    assert not {row["key"] for row in training} & {row["key"] for row in evaluation}
+    assert [row["asked"][:3] for row in evaluation] == ["Say"] * 4
     assert f"; {40 - len(training)} of 40 rows are held out for eval" in capsys.readouterr().out
     assert load_data("--task math --seed 7", **files)[1] == evaluation  # of every run
-    files["data"] = write_jsonl(tmp_path / "one.jsonl", rows[:2])
+    write_jsonl(tmp_path / "own.jsonl", rows[:2])
     with pytest.raises(lopti.UserError, match="nothing is left to train on"):
         load_data("--task math", **files)
 
 
-def test_every_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):
-    pair = "(1) Ann is a knight (2) Bo is a knave"  # the reward reads one line, too
-    rows = [("Who?", pair), ("k?", "(1) Knightley is a knight (2) Bo is a knave"), ("No.", "")]
-    rows += [("\ud83d?", pair), ("One?", LILY), ("Why? " * 99, pair), ("A ?", pair)]
-    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
-    path = write_jsonl(tmp_path / "new.jsonl", [*rows[:-1], {**rows[-1], "of_one": 1}])
-    loaded = load_rows(path, "--people 2 --max-prompt-length 99")
-    assert [row["columns"]["of_one"] for row in loaded] == [None, 1]  # None: it is not missing
-    assert [row["asked"] for row in loaded] == ["Who?", "A ?"]
-    told = "new.jsonl: 7 rows, 4 left out: 1 whose solution --task kk cannot read (row 2), 1 with"
-    told += "out a prompt or a (boxed) solution (row 3), 1 with half a character (a lone surrogate)"
-    told += " (row 4), 1 longer than --max-prompt-length 99 (row 6)\n"
-    assert capsys.readouterr().out == told  # that --people leaves rows out is no news
-    with pytest.raises(
-        lopti.UserError, match="; 5 not of --people 3; its columns: quiz, sol.*, of_one"
-    ):
-        load_rows(path, "--people 3 --max-prompt-length 99")
-
-
 GOOD = {"problem": "2?", "answer": "2"}
-PARTS = [{"type": "text", "text": "2?"}]
-BAD = {  # the reason why a row is left out: such rows
-    "without a prompt or a (boxed) solution": [
-        *({**GOOD, "answer": x} for x in (None, math.nan, -math.inf, ["3"], {"a": 3}, "")),
-        *({"question": "2?", "answer": x} for x in (None, math.nan, ["3"])),
-        *({"problem": "2?", "solution": 2}, {"problem": "2?"}, {"question": "2?", "final": "2"}),
-        {"prompt": user("2?"), "reward_model": None},
-    ],
-    "that cannot be read": [
-        *({**GOOD, "problem": 5}, {"quiz": 5, "solution_text_format": "2"}),
-        *({"prompt": user(x), "solution": "2"} for x in (None, PARTS, 2)),
-    ],
+TEXT = [{"type": "text", "text": "2?"}]
+BAD = {  # why a row is left out: its answers, or such rows
+    "without a prompt or a (boxed) solution": [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
+    "says that there is none": ["proof", "Not found", "None"],
+    "is a list": ['["2"]', "['2', '3']"],
+    "is a sentence": ["One and one are two, so 2"],
+    "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
+}
+BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
+BAD |= {
+    "(boxed) solution": [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}],
+    "that cannot be read": [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)],
     "without columns": [7, None, [GOOD]],
-    "whose solution says that there is none": [
-        {**GOOD, "answer": x} for x in ("proof", "Not found")
-    ],
-    "whose solution is a list": [{**GOOD, "answer": x} for x in ('["2"]', "['2', '3']")],
-    "whose solution is a sentence": [{"question": "2?", "answer": "One and one are two, so 2"}],
-    "with LaTeX of which JSON has taken a part": [
-        *(
-            {**GOOD, "answer": f"3{x}"}
-            for x in ("\frac12", "\times 2", "\bar x", "\right)", "\neq 2")
-        ),
-        {**GOOD, "problem": "\frac12?"},
-    ],
-    "with choices that its question does not show": [{**GOOD, "choices": ["7", "8"]}],
+    "with choices that its": [{**GOOD, "choices": ["7", "8"]}],
+    "with half a character": [{**GOOD, "problem": "\ud83d?"}],
+    "with LaTeX": [{**GOOD, "problem": "\frac12?"}],
+    "longer than --max-prompt-length": [{**GOOD, "problem": "Why? " * 999}],
 }
 
 
-@pytest.mark.parametrize(
-    ("reason", "bad"), [(why, row) for why, rows in BAD.items() for row in rows]
-)
-def test_a_bad_row_is_left_out_and_counted_with_its_number(bad, reason, tmp_path, capsys):
-    rows = load_rows(write_jsonl(tmp_path / "rows.jsonl", [GOOD, bad, {**GOOD, "options": ["2"]}]))
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, capsys):
+    rows = [GOOD, *BAD[reason], {**GOOD, "options": ["2"]}]
+    loaded = load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert len(loaded) == 2 and set(map(str, loaded[0]["columns"])) >= {"problem", "options"}
     told = capsys.readouterr().out
-    assert len(rows) == 2 and told.startswith(f"rows.jsonl: 3 rows, 1 left out: 1 {reason} (")
-    assert told.endswith("(row 2)\n")
+    assert told.startswith(f"rows.jsonl: {len(rows)} rows, {len(rows) - 2} left out: ")
+    assert reason in told and " (row 2" in told
 
 
-def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
+def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
+    """--people leaves out silently, and what is left as text only is counted."""
+    rows = [("A?", "(1) Ann is a knight (2) Bo is a knave"), ("B?", LILY), ("C?", "(1) Knightley")]
+    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
+    with pytest.raises(
+        lopti.UserError, match=r"columns: quiz, solution_text_format; --task kk --people 3"
+    ):
+        load_rows(path, "--people 3")
     answers = [
         "2",
         "Yes",
@@ -1268,43 +1176,51 @@ def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
         r"\{1\}",
         "9 / ",
     ]
-    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "answer": x} for x in answers])
-    assert len(load_rows(path)) == 8
-    assert (
-        "left out: ; 3 solutions are compared as text: see math-verify" in capsys.readouterr().out
-    )
+    assert len(load_rows(write_jsonl(Path(path), [{**GOOD, "answer": x} for x in answers]))) == 8
+    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
+    told += "a.jsonl: 8 rows, 0 left out: 3 compared as text (see math-verify in data/GUIDE.md)\n"
+    assert capsys.readouterr().out == told
 
 
-def test_csv_files(tmp_path, capsys):
-    """Of Excel, with a cell too many, and with two columns of one name."""
-    path = tmp_path / "rows.csv"
+def test_data_are_read_as_they_are_written(tmp_path, capsys):
+    """No dates, floats or lines are made of what is text, a long number, or one line. A mark at the
+    beginning, empty lines, capitals in the name and 1e+20 for a number are nobody's intention."""
+    problem = "Two\u2028lines?"
+    answers = ["2021-03-04", "2021-03-04 05:06:07", 12345678901234567890123, "0.10", "1e3"]
+    numbers = {1e20: "1" + "0" * 20, -2.0: "-2", 0.5: "0.5"}
+    rows = [{"problem": problem, "answer": x} for x in (*answers, *numbers)]
+    rows = [json.dumps(row, ensure_ascii=False) for row in rows]
+    for name, text in (("a.JSONL", "\n\n".join(rows) + "\n\n"), ("a.json", f"[{','.join(rows)}]")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        loaded = load_rows(tmp_path / name)
+        assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
+        assert all(problem in row["prompt"] for row in loaded)
+    levels = {1: "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
+    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": level} for level in levels])
+    assert [row["difficulty"] for row in load_rows(path)] == list(levels.values())
+    path = tmp_path / "a.csv"  # of Excel, with a cell too many, and with two columns of one name
     path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
-    (row,) = load_rows(path)
-    assert row["columns"] == {**GOOD, "note": ""}
+    assert [row["columns"] for row in load_rows(path)] == [{**GOOD, "note": ""}]
     assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
     path.write_text("problem,answer,answer\n2?,2,3\n")
     with pytest.raises(lopti.UserError, match="two columns of one name"):
         load_rows(path)
-
-
-def test_stored_values_are_read_as_they_were_meant(tmp_path):
-    kinds = {"b": datasets.Value("binary"), "f": datasets.Value("float32")}
-    kinds["c"] = datasets.ClassLabel(names=["no", "yes"])
-    for name, value, text in (("b", b"2", "2"), ("f", 0.3, "0.3"), ("c", 1, "yes")):
-        features = datasets.Features({"problem": datasets.Value("string"), "answer": kinds[name]})
+    for name, value, meant in (("binary", b"2", "2"), ("float32", 0.3, "0.3"), ("yes", 1, "yes")):
+        kind = datasets.ClassLabel(names=["no", name]) if name == meant else datasets.Value(name)
+        features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
         data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
         data.to_parquet(tmp_path / "a.parquet")
-        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [text]
-    data.select([]).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(lopti.UserError, match="it has no rows"):
-        load_rows(tmp_path / "a.parquet")
+        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [meant]
 
 
-def test_one_level_makes_one_group(tmp_path):
-    levels = [1, 1.0, "1", "1.0", None, "", math.nan, "Level 5"]
-    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": x} for x in levels] + [GOOD])
-    expected = ["1"] * 4 + ["all"] * 3 + ["Level 5", "all"]
-    assert [row["difficulty"] for row in load_rows(path)] == expected
+def test_a_data_set_with_configurations_and_splits(tmp_path):
+    """The form in which the hub holds the paper's data: name:configuration:split+split."""
+    files = [write_jsonl(tmp_path / f"{x}.jsonl", [{"quiz": x, **KK_TRUTH}] * 2) for x in "ab"]
+    parts = "".join(f"  - split: {Path(x).stem}\n    path: {Path(x).name}\n" for x in files)
+    card = f"---\nconfigs:\n- config_name: train\n  data_files:\n{parts}---\n"
+    (tmp_path / "README.md").write_text(card)
+    rows = load_rows(f"{tmp_path}:train:a+b", "--people 1")
+    assert [row["asked"] for row in rows] == ["a", "a", "b", "b"]
 
 
 def test_prompts_begin_as_the_model_is_used_to():
@@ -1314,15 +1230,13 @@ def test_prompts_begin_as_the_model_is_used_to():
     first = [("<|bos|>", tokenizer.bos_token_id)]
     tokenizer._tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=first)
     assert rewards.render_prompt(tokenizer, user("Lily")) == "<|user|>Lily<|assistant|>"
-    words = f"{task.system}\n\nLily"
     tokenizer.chat_template = None  # a base model
-    asked = tokenizer, task.messages("Lily"), task.opening
-    assert rewards.render_prompt(*asked) == f"<|bos|>{words}\n\n<think>"
+    text = rewards.render_prompt(tokenizer, task.messages("Lily"), task.opening)
+    assert text == f"<|bos|>{task.system}\n\nLily\n\n<think>"
     assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
     rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
     assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
-    marks = "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>"
-    for mark in marks:
+    for mark in rewards.CHAT_MARKS:
         assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
 
 
@@ -1336,41 +1250,15 @@ def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
     tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
     tokenizer.chat_template = template
     text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+    assert task.system not in text  # which the bundled vocabulary cannot write
+    tokenizer.unk_token = None
+    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
     assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
     assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
-    for template, reason in (
-        ("{{ messages[-1].content[0].text }}", "leaves out"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ):
-        tokenizer.chat_template = template
-        with pytest.raises((lopti.UserError, TemplateError), match=reason):
+    for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
+        tokenizer.chat_template = broken  # the first is for content in parts
+        with pytest.raises((lopti.UserError, TemplateError), match="leaves out"):
             rewards.render_prompt(tokenizer, task.messages("Lily"))
-
-
-def test_data_are_read_as_they_are_written(tmp_path):
-    """No dates, floats or lines are made of what is text, a long number, or one line. A mark at the
-    beginning, empty lines, capitals in the name and 1e+20 for a number are nobody's intention."""
-    problem = "Two\u2028lines?"
-    answers = ["2021-03-04", "2021-03-04 05:06:07", 12345678901234567890123, "0.10", "1e3"]
-    numbers = {1e20: "1" + "0" * 20, -2.0: "-2", 0.5: "0.5"}
-    rows = [{"problem": problem, "answer": x} for x in (*answers, *numbers)]
-    rows = [json.dumps(row, ensure_ascii=False) for row in rows]
-    for name, text in (("a.JSONL", "\n\n".join(rows) + "\n\n"), ("a.json", f"[{','.join(rows)}]")):
-        (tmp_path / name).write_text(text, encoding="utf-8-sig")
-        loaded = load_rows(tmp_path / name)
-        assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
-        assert all(problem in row["prompt"] for row in loaded)
-
-
-def test_a_data_set_with_configurations_and_splits(tmp_path):
-    """The form in which the hub holds the paper's data: name:configuration:split+split."""
-    card = "---\nconfigs:\n- config_name: train\n  data_files:\n"
-    for name in "ab":
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"quiz": name, **KK_TRUTH}] * 2)
-        card += f"  - split: {name}\n    path: {name}.jsonl\n"
-    (tmp_path / "README.md").write_text(card + "---\n")
-    rows = load_rows(f"{tmp_path}:train:a+b", "--people 1")
-    assert [row["asked"] for row in rows] == ["a", "a", "b", "b"]
 
 
 def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
@@ -1381,37 +1269,47 @@ def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
     epochs = [tuple(order[start : start + 10]) for start in range(0, 40, 10)]
     assert len(set(epochs)) == 4 and all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert batches(4, 0, skip=3) == batches(4, 0)[3:] and batches(4, 0) != batches(4, 1)
-    assert set(Counter(batches(20, 0)[0]).values()) == {2}  # a batch of two epochs
 
 
 class FromTheData:  # a callable without a name of its own; other tests have plain functions
     def __call__(self, completions, value, prompts, **columns):
-        answer = value if len(value) != 2 or value[0] != "set" else {1: 0.5, 2: 0.5}
-        completions.clear(), prompts.clear(), columns["solution"].clear()
-        return value.pop() if isinstance(value[0], list) else answer
+        for column in (completions, prompts, columns["solution"], columns["nested"][0]):
+            column.clear()  # a function that changes what it gets
+        return {1: 0.5, 2: 0.5} if value[0] == "dictionary" else value
 
 
 from_the_data = FromTheData()
 
 
 def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
-    """It gets a copy of every column of every row, as in TRL, and strings; it returns one finite
-    number a response. A file of one's own is not ours of the same name."""
-    flags = f"--reward {__name__}:from_the_data --solved-reward 1"
-    bad = ((None, 1), (1, math.nan), (1, math.inf), ([1, 2, 3],) * 2, ("set", 1), ("a", "b"))
-    for values in ((0, 6.5), ([1.0, 0], [0, 6.5]), *bad):
-        rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
+    """It gets copies of every column of every row, as in TRL; it returns one finite number a
+    response. A file of one's own is not ours of the same name; a question gets no words of ours."""
+    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
+    bad = ((None, 1), (1, math.nan), (1, math.inf), (1, 2, 3), ("dictionary", 1), ("a", "b"))
+    for values in ((0, 6.5), *bad):
+        rows = [{**data_row("?"), "columns": {"value": x, "nested": [1]}} for x in values]
         texts, before = ["a", "b"], copy.deepcopy(rows)
         with pytest.raises(lopti.UserError, match="from_") if values in bad else nullcontext():
-            assert lopti.compute_rewards(texts, rows, arguments(flags)) == [0.0, 6.5]
-        assert texts == ["a", "b"] and str(rows) == str(before)
-    row = {"question": "Why?", "answer": "Because the earth turns around the sun"}
-    (loaded,) = load_rows(write_jsonl(tmp_path / "a.jsonl", [row]), f"--task math {flags}")
-    assert loaded["prompt"] == "<|user|>Why?<|assistant|>"  # no word of ours: no \\boxed{}
+            assert lopti.compute_rewards(texts, rows, args) == [0.0, 6.5]
+        assert texts == ["a", "b"] and rows == before
+    row, args.task = {"question": "Why?", "answer": "The earth turns around the sun"}, "math"
+    (loaded,) = rewards.load_rows(write_jsonl(tmp_path / "a.jsonl", [row]), args, TOKENIZER)
+    assert loaded["prompt"] == "<|user|>Why?<|assistant|>"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards.py").write_text("def kk_reward(**columns): return [1.0]")
+    Path("rewards.py").write_text("def kk_reward(**columns): return [1.0]")
     with pytest.raises(lopti.UserError, match="rename your file"):
         rewards.load_function("rewards:kk_reward")
+
+
+def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
+    pytest.importorskip("math_verify")
+    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    (code,) = [x for x in guide.split("```") if x.startswith("python\n") and "math_verify" in x]
+    (tmp_path / "my_reward.py").write_text(code.removeprefix("python\n"))
+    monkeypatch.chdir(tmp_path)
+    reward = rewards.load_function("my_reward:math_verify_reward")
+    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
+    assert reward(texts, ["x < 4", "3", "5", "5"], level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 # ------------------------------------------------------------------------------ flags and runs
@@ -1691,7 +1589,8 @@ def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
-    write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
+    questions = ("Who? " * 1024, "Is she? " * 1024)
+    write_jsonl(folder / "long.jsonl", [{"quiz": quiz, **KK_TRUTH} for quiz in questions])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
     write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
     good = json.dumps(puzzle)
@@ -1735,7 +1634,7 @@ def exits(completions, **columns):
 
 
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
-NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
+NAMED += ["--device hpu", "--model no/such-model-anywhere"]
 NAMED += [f"--mini-batch-size {10**20}"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
@@ -1751,7 +1650,7 @@ ERRORS |= {  # the flags: what the sentence must name
     # beyond its length π of a stretched one depends on the rest of the batch
     **{f"--model {{{x}}}": "--max-new-tokens" for x in ("short", "stretched", "longrope")},
     "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
-    "--model {narrow}": "304 embeddings, none for token 304",
+    "--model {narrow}": "304 embeddings, none for token 30",
     "--model {own}": "custom code",
     "--eval-data {broken}": "line 3",
     "--reward nothing_there:f": "nothing_there",
