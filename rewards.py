@@ -158,15 +158,14 @@ s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|pe
 child children|man men|woman women|book|page|apple|ball|card|coin|<= ≤ \le \leq \leqslant|< \lt
 >= ≥ \ge \geq \geqslant|> \gt|!= ≠ \ne \neq|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\frac12 ½
 \pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\sqrt √|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
-\text \mathrm \mbox \textbf
-\text{percent} % \%|\text{degree} ° \degree|\text{dollar} \$|\text{euro} €"""
-# Known units, and spellings: of a row separated by | the first is used.
+\text \mathrm \mbox \textbf|\text{percent} % \%|\text{degree} ° \degree|\text{dollar} \$
+\text{euro} €"""  # rows of known units, and of other spellings; the first of a row is used
 STANDARD = {word: row.split()[0] for row in re.split(r"[|\n]", STANDARD) for word in row.split()}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
     (r"\\\\", ";"),
-    (r"(\\\$|€)\s*(-?[0-9][0-9,.]*)", r"\2\1"),
+    (r"(\\\$|€)\s*(-?[0-9.,]*[0-9])", r"\2\1"),  # $5 becomes 5$
     (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: STANDARD.get(sign[0], sign[0]) + " "),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
     (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
