@@ -119,9 +119,10 @@ def extract_boxed(text):
     >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$, in \boxed as you asked.")
     '\\frac{1}{2}'
     """
-    text = text.rpartition("</think>")[2]
+    text, opening = text.rpartition("</think>")[2], None
     box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
-    *_, opening = [None, *re.finditer(box, text)]
+    for opening in re.finditer(box, text):
+        pass  # up to the last one
     if opening is None or opening[1]:
         return opening and opening[1]
     depth, content = 1, text[opening.end() :][:MAX_BOX]
@@ -180,7 +181,7 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
     (r"^(\s*[A-Za-z]\s*=)[^=<>,;]*[0-9][^=<>,;]*=(?=[^=<>,;]*$)", r"\1"),  # x = 2 + 3 = 5
     (r"^((?:[^=<>,]*=)?\s*-?(?:[0-9]|\\(?:frac|sqrt|pi))[^=<>,]*)\\approx .*", r"\1"),
-    (r"(\\\{)?([^,;]*?)\\pm ([^,;]*?)(?=\\\}|[,;]|$)", r"\1\2+\3,\2-\3"),
+    (r"(^|\\\{|[,;])([^,;]*?)\\pm ([^,;]*?)(?=\\\}|[,;]|$)", r"\1\2+\3,\2-\3"),
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
     (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
