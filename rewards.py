@@ -181,7 +181,7 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
     (r"^(\s*[A-Za-z]\s*=)[^=<>,;]*[0-9][^=<>,;]*=(?=[^=<>,;]*$)", r"\1"),  # x = 2 + 3 = 5
     (r"^((?:[^=<>,]*=)?\s*-?(?:[0-9]|\\(?:frac|sqrt|pi))[^=<>,]*)\\approx .*", r"\1"),
-    (r"(^|\\\{|[,;])([^,;]*?)\\pm ([^,;]*?)(?=\\\}|[,;]|$)", r"\1\2+\3,\2-\3"),
+    (r"(^\s*(?:\\\{)?|[,;])([^,;]*?)\\pm ([^,;]*?)(?=\\\}|[,;]|$)", r"\1\2+\3,\2-\3"),
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
     (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
