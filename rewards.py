@@ -154,7 +154,7 @@ def answers_match(predicted, expected):
 
 STANDARD = r"""percent|degree deg|radian|dollar usd|cent|euro|lb pound|oz ounce|g gram|kg kilogram
 mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
-km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
+km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|l liter litre|gal gallon|cup
 s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
 child children|man men|woman women|book|page|apple|ball|card|coin|<= ≤ \le \leq \leqslant|< \lt
 >= ≥ \ge \geq \geqslant|> \gt|!= ≠ \ne \neq|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\frac12 ½
@@ -175,6 +175,7 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"\^\s*\{?\s*\\circ *\}?", r"\\text{degree}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
     (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
+    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?mph\b", r" \1mi/h"),
     (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
     (r"\\[,;:!()\[\]\s]|[$~]", " "),
     (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
@@ -194,13 +195,13 @@ REWRITES = (  # in this order: what can be written in several ways is written in
 )
 KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, STANDARD))})s?)\b\.?"
 UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quart)([a-z][a-z./^23\ ]*)\}}
-    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
+    | (?:\ +|(?=[ckm]m|kg|lb))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
     )(?:\s*\^\s*\{{?[23]\}}?)?"""
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
 TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
     | {FUNCTION}\s*(?:[_^]\s*(?:[0-9]|\{{[0-9]+\}}))?\s*                          # \ln 2x
-      (?:\([^()]*\)|\{{[^{{}}]*\}}|[0-9A-Za-z]+)
+      (?:\([^()]*\)|\{{[^{{}}]*\}}|(?:[0-9A-Za-z]|\\(?:pi|alpha|beta|theta|phi)\s*)+)
     | (?:[0-9]+|[A-Za-z])_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+ # 1204_9, 2 1/3
     | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
