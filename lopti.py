@@ -781,9 +781,7 @@ def load_model(name, device):
 
 def checkpoint_layers(model):
     """Keep each layer's input only, and compute the rest again in the backward pass."""
-    for (
-        layer
-    ) in model.modules():  # HF's own switch works in training mode only, and so with dropout
+    for layer in model.modules():  # HF's own switch works in training mode only: with dropout
         if isinstance(layer, GradientCheckpointingLayer):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 

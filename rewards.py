@@ -648,11 +648,14 @@ def render_prompt(tokenizer, messages, opening=""):
 
 def render_chat(tokenizer, messages, opening):
     """Chat messages through the template. A system message that it refuses or loses goes into the
-    user's turn, and `opening` is added where the template has not opened the turn with it."""
+    user's turn; where the vocabulary lacks its words (data/tiny was taught without one) it goes.
+    `opening` is added where the template has not opened the turn with it."""
     forms = [messages]
     if len(messages) > 1 and messages[0]["role"] == "system":
-        first = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-        forms.append([{**messages[1], "content": first}, *messages[2:]])
+        system, user, *others = messages
+        known = tokenizer.unk_token_id not in tokenizer(system["content"])["input_ids"]
+        content = f"{system['content']}\n\n{user['content']}" if known else user["content"]
+        forms.append([{**user, "content": content}, *others])
     for form in forms:
         options = {"tokenize": False, "add_generation_prompt": True}
         with suppress(*[TemplateError] * (form is not forms[-1])):

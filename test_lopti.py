@@ -1235,7 +1235,10 @@ def test_a_chat_template_loses_nothing_and_adds_nothing_twice():
     """Gemma's refuses a system message, others drop it; DeepSeek's opens <think> itself."""
     tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
     for template in (REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"):
-        tokenizer.chat_template = template
+        tokenizer.chat_template, tokenizer.unk_token = template, TOKENIZER.unk_token
+        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+        assert task.system not in text  # which the bundled vocabulary cannot write
+        tokenizer.unk_token = None
         text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
         assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
         assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
@@ -1573,7 +1576,8 @@ def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
-    write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
+    questions = ("Who? " * 1024, "Is she? " * 1024)
+    write_jsonl(folder / "long.jsonl", [{"quiz": quiz, **KK_TRUTH} for quiz in questions])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
     write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
     good = json.dumps(puzzle)
@@ -1617,7 +1621,7 @@ def exits(completions, **columns):
 
 
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
-NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
+NAMED += ["--device hpu", "--model no/such-model-anywhere"]
 NAMED += [f"--mini-batch-size {10**20}"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
@@ -1633,7 +1637,7 @@ ERRORS |= {  # the flags: what the sentence must name
     # beyond its length π of a stretched one depends on the rest of the batch
     **{f"--model {{{x}}}": "--max-new-tokens" for x in ("short", "stretched", "longrope")},
     "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
-    "--model {narrow}": "304 embeddings, none for token 304",
+    "--model {narrow}": "304 embeddings, none for token 30",
     "--model {own}": "custom code",
     "--eval-data {broken}": "line 3",
     "--reward nothing_there:f": "nothing_there",
