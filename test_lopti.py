@@ -924,9 +924,7 @@ def test_kk_answer():
 
 
 def test_kk_format_and_what_the_prompt_has_opened():
-    answer = (
-        f"<answer>{TRUTH}</answer>"  # thinking never ends; wrong order; two answers; copied tags
-    )
+    answer = f"<answer>{TRUTH}</answer>"  # unfinished, in wrong order, twice, with copied tags
     responses = [answer, f"</think>{answer}"[:-2], f"{answer}</think>", f"</think>{answer}{answer}"]
     responses += [f"<answer> </answer></think>{answer}", None, [], [{"content": None}]]
     assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
@@ -965,10 +963,10 @@ RIGHT = r"""
 1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
 \frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
-2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  2^{10} | 1024  ;;  6+5 | 11
+2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  6+5 | 11  ;;  \frac12 | ½
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5+1} | \frac{2}{1+\sqrt5}
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
-x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m  ;;  \frac12 | ½
+x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
 (1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
 x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8\text{ a.m.} | 8 AM
 \binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
@@ -1099,8 +1097,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("trained_in", "evaluated_in"), list(itertools.product(SHAPES, SHAPES)))
-def test_training_prompts_are_never_evaluation_prompts(tmp_path, capsys, trained_in, evaluated_in):
+@pytest.mark.parametrize(("trained_in", "evaluated_in"), [*itertools.product(SHAPES, SHAPES)])
+def test_no_training_prompt_is_an_evaluation_prompt(tmp_path, capsys, trained_in, evaluated_in):
     """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
     files = {}
     for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
@@ -1127,7 +1125,7 @@ def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
 
 GOOD = {"problem": "2?", "answer": "2"}
 TEXT = [{"type": "text", "text": "2?"}]
-BAD = {  # why a row is left out: its answers, or such rows
+BAD = {  # why a row is left out: its answers, or its problems, or such rows
     "without a prompt or a (boxed) solution": [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
     "says that there is none": ["proof", "Not found", "None"],
     "is a list": ['["2"]', "['2', '3']"],
@@ -1135,15 +1133,15 @@ BAD = {  # why a row is left out: its answers, or such rows
     "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
 }
 BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
-BAD |= {
-    "(boxed) solution": [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}],
-    "that cannot be read": [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)],
-    "without columns": [7, None, [GOOD]],
-    "with choices that its": [{**GOOD, "choices": ["7", "8"]}],
-    "with half a character": [{**GOOD, "problem": "\ud83d?"}],
-    "with LaTeX": [{**GOOD, "problem": "\frac12?"}],
-    "longer than --max-prompt-length": [{**GOOD, "problem": "Why? " * 999}],
+PROBLEMS = {
+    "half a character": "\ud83d?",
+    "with LaTeX": "\frac12?",
+    "longer than --max": "Hm? " * 999,
 }
+BAD |= {why: [{**GOOD, "problem": x}] for why, x in PROBLEMS.items()}
+BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}]
+BAD["that cannot be read"] = [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)]
+BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
 
 
 @pytest.mark.parametrize("reason", BAD)
@@ -1162,20 +1160,9 @@ def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
     rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
-    with pytest.raises(
-        lopti.UserError, match=r"columns: quiz, solution_text_format; --task kk --people 3"
-    ):
+    with pytest.raises(lopti.UserError, match="columns: quiz, solution_text_format; .* --people 3"):
         load_rows(path, "--people 3")
-    answers = [
-        "2",
-        "Yes",
-        r"\frac12\text{ hours}",
-        "8:30 AM",
-        r"\forall x",
-        "1,2",
-        r"\{1\}",
-        "9 / ",
-    ]
+    answers = ["2", "Yes", r"\frac12\text{ hours}", "8:30 AM", r"\forall x", "1,2", r"\{1\}", "9/"]
     assert len(load_rows(write_jsonl(Path(path), [{**GOOD, "answer": x} for x in answers]))) == 8
     told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
     told += "a.jsonl: 8 rows, 0 left out: 3 compared as text (see math-verify in data/GUIDE.md)\n"
@@ -1244,17 +1231,17 @@ TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
-@pytest.mark.parametrize("template", [REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"])
-def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
+def test_a_chat_template_loses_nothing_and_adds_nothing_twice():
     """Gemma's refuses a system message, others drop it; DeepSeek's opens <think> itself."""
     tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
-    tokenizer.chat_template = template
-    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
-    assert task.system not in text  # which the bundled vocabulary cannot write
-    tokenizer.unk_token = None
-    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
-    assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
-    assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
+    for template in (REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"):
+        tokenizer.chat_template, tokenizer.unk_token = template, TOKENIZER.unk_token
+        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+        assert task.system not in text  # which the bundled vocabulary cannot write
+        tokenizer.unk_token = None
+        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+        assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
+        assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
     for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
         tokenizer.chat_template = broken  # the first is for content in parts
         with pytest.raises((lopti.UserError, TemplateError), match="leaves out"):
