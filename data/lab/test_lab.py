@@ -58,7 +58,7 @@ import lopti
 # ------------------------------------------------------------------------------ the token page
 
 LAB = Path(__file__).resolve().parent
-PAGE_FLAGS = "--people 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
+PAGE_FLAGS = "--people 2 --seed 1 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
 
 
 def data_of(path):
@@ -160,16 +160,17 @@ def test_no_picture_of_a_group_that_teaches_nothing():
 def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     """HTML in a prompt and a solution, no chat template, a truncated answer of one token."""
     html = "</script><b>&amp; <!--"
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"problem": html, "answer": html}])
+    rows = [{"problem": html + name, "answer": html} for name in "abcd"]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     folder = Path(shutil.copytree(TINY, tmp_path / "base"))
     (folder / "chat_template.jinja").unlink()
     flags = f"--task math --data {data} --model {folder} --max-new-tokens 1 --group-size 2"
-    (prompt,) = page_data(flags, tmp_path / "page.html")["prompts"]
-    assert prompt["text"] == prompt["solution"] == html
+    prompt, *_ = page_data(flags, tmp_path / "page.html")["prompts"]
+    assert html in prompt["text"] and prompt["solution"] == html
     assert [len(answer["texts"]) for answer in prompt["answers"]] == [1, 1]
     missing = lambda: pages.main(["--model", str(tmp_path / "nothing")])
     assert lopti.exit_code(missing, "tokens.py") == 2
-    assert capsys.readouterr().err.startswith("tokens.py: cannot load the model")
+    assert capsys.readouterr().err.startswith("tokens.py: cannot load --model")
 
 
 # ------------------------------------------------------------------------------ the programs
