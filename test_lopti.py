@@ -518,7 +518,7 @@ def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
 
 
 def test_no_setting_of_hf_is_left_at_temperature_1(monkeypatch):
-    """HF's own top_k is 50: of a uniform distribution more words must come. Settings are put back."""
+    """HF's own top_k is 50: more words must come of a uniform model. Settings are put back."""
     model = random_model()
     model.lm_head.weight.data.zero_()
     torch.manual_seed(0)
@@ -799,30 +799,19 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     assert moved > 1 and (weights(policy) - weights(plain)).norm() < 1e-3 * moved
 
 
-def test_every_line_of_metrics_has_the_same_keys(tmp_path, monkeypatch):
-    """Also where all rewards are equal, and nothing is updated: here in the first step.
-
-    REINFORCE++ takes groups of one, and their deviation is 0.
-    """
-    values = iter([[0.0] * 12, [0.0, 1.0] * 6])
-    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(values))
-    flags = "--kl-coef 0 --eta 0.003 --advantage reinforce++ --group-size 1 --prompts-per-step 12"
-    _, (first, second) = trained(random_model(), flags, tmp_path, monkeypatch)
-    assert first["optimizer_steps"] == 0 == second["skipped_steps"] < second["optimizer_steps"]
-    assert list(first) == list(second) and second["reward_std"] == 0
-
-
 @pytest.mark.parametrize("order", ["low-high", "high-low", "low", "high"])
 def test_no_token_on_one_side_of_eta(order, tmp_path, monkeypatch):
-    """The empty pass takes no step, the other is GRPO's; every pass has its keys."""
+    """The empty pass takes no step. Every line has the same keys, also where rewards are equal."""
+    values = iter([[0.0, 1.0] * 6, [0.0] * 12])
+    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(values))
     start, model = random_model(), random_model()
-    flags = f"--eta 1e-9 --steps 1 --kl-coef 0 --order {order} "
-    _, (line,) = trained(model, flags, tmp_path, monkeypatch)
-    assert [line[f"grad_norm/{name}"] > 0 for name in order.split("-")] == [
-        name == "high" for name in order.split("-")
-    ]
+    flags = f"--eta 1e-9 --kl-coef 0 --order {order} "
+    _, (first, second) = trained(model, flags, tmp_path, monkeypatch)
+    for name in order.split("-"):
+        assert (first[f"grad_norm/{name}"] > 0) == (name == "high")
     assert torch.equal(weights(model), weights(start)) == (order == "low")
-    assert (line["optimizer_steps"] == 0) == (order == "low") and "kl" in line
+    assert (first["optimizer_steps"] == 0) == (order == "low") and second["optimizer_steps"] == 0
+    assert first.keys() == second.keys()
 
 
 def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
@@ -924,9 +913,7 @@ def test_kk_answer():
 
 
 def test_kk_format_and_what_the_prompt_has_opened():
-    answer = (
-        f"<answer>{TRUTH}</answer>"  # thinking never ends; wrong order; two answers; copied tags
-    )
+    answer = f"<answer>{TRUTH}</answer>"  # unfinished, in wrong order, twice, with copied tags
     responses = [answer, f"</think>{answer}"[:-2], f"{answer}</think>", f"</think>{answer}{answer}"]
     responses += [f"<answer> </answer></think>{answer}", None, [], [{"content": None}]]
     assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
@@ -965,10 +952,10 @@ RIGHT = r"""
 1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
 \frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
-2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  2^{10} | 1024  ;;  6+5 | 11
+2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  6+5 | 11  ;;  \frac12 | ½
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5+1} | \frac{2}{1+\sqrt5}
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
-x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m  ;;  \frac12 | ½
+x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
 (1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
 x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8\text{ a.m.} | 8 AM
 \binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
@@ -1099,8 +1086,8 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize(("trained_in", "evaluated_in"), list(itertools.product(SHAPES, SHAPES)))
-def test_training_prompts_are_never_evaluation_prompts(tmp_path, capsys, trained_in, evaluated_in):
+@pytest.mark.parametrize(("trained_in", "evaluated_in"), [*itertools.product(SHAPES, SHAPES)])
+def test_no_training_prompt_is_an_evaluation_prompt(tmp_path, capsys, trained_in, evaluated_in):
     """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
     files = {}
     for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
@@ -1127,7 +1114,7 @@ def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
 
 GOOD = {"problem": "2?", "answer": "2"}
 TEXT = [{"type": "text", "text": "2?"}]
-BAD = {  # why a row is left out: its answers, or such rows
+BAD = {  # why a row is left out: its answers, or its problems, or such rows
     "without a prompt or a (boxed) solution": [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
     "says that there is none": ["proof", "Not found", "None"],
     "is a list": ['["2"]', "['2', '3']"],
@@ -1135,15 +1122,15 @@ BAD = {  # why a row is left out: its answers, or such rows
     "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
 }
 BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
-BAD |= {
-    "(boxed) solution": [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}],
-    "that cannot be read": [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)],
-    "without columns": [7, None, [GOOD]],
-    "with choices that its": [{**GOOD, "choices": ["7", "8"]}],
-    "with half a character": [{**GOOD, "problem": "\ud83d?"}],
-    "with LaTeX": [{**GOOD, "problem": "\frac12?"}],
-    "longer than --max-prompt-length": [{**GOOD, "problem": "Why? " * 999}],
+PROBLEMS = {
+    "half a character": "\ud83d?",
+    "with LaTeX": "\frac12?",
+    "longer than --max": "Hm? " * 999,
 }
+BAD |= {why: [{**GOOD, "problem": x}] for why, x in PROBLEMS.items()}
+BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}]
+BAD["that cannot be read"] = [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)]
+BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
 
 
 @pytest.mark.parametrize("reason", BAD)
@@ -1162,20 +1149,9 @@ def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
     rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
-    with pytest.raises(
-        lopti.UserError, match=r"columns: quiz, solution_text_format; --task kk --people 3"
-    ):
+    with pytest.raises(lopti.UserError, match="columns: quiz, solution_text_format; .* --people 3"):
         load_rows(path, "--people 3")
-    answers = [
-        "2",
-        "Yes",
-        r"\frac12\text{ hours}",
-        "8:30 AM",
-        r"\forall x",
-        "1,2",
-        r"\{1\}",
-        "9 / ",
-    ]
+    answers = ["2", "Yes", r"\frac12\text{ hours}", "8:30 AM", r"\forall x", "1,2", r"\{1\}", "9/"]
     assert len(load_rows(write_jsonl(Path(path), [{**GOOD, "answer": x} for x in answers]))) == 8
     told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
     told += "a.jsonl: 8 rows, 0 left out: 3 compared as text (see math-verify in data/GUIDE.md)\n"
@@ -1244,17 +1220,17 @@ TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content
 REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
-@pytest.mark.parametrize("template", [REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"])
-def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
+def test_a_chat_template_loses_nothing_and_adds_nothing_twice():
     """Gemma's refuses a system message, others drop it; DeepSeek's opens <think> itself."""
     tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
-    tokenizer.chat_template = template
-    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
-    assert task.system not in text  # which the bundled vocabulary cannot write
-    tokenizer.unk_token = None
-    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
-    assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
-    assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
+    for template in (REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"):
+        tokenizer.chat_template, tokenizer.unk_token = template, TOKENIZER.unk_token
+        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+        assert task.system not in text  # which the bundled vocabulary cannot write
+        tokenizer.unk_token = None
+        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+        assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
+        assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
     for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
         tokenizer.chat_template = broken  # the first is for content in parts
         with pytest.raises((lopti.UserError, TemplateError), match="leaves out"):
@@ -1314,36 +1290,23 @@ def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
 
 # ------------------------------------------------------------------------------ flags and runs
 
-TINY_FLAGS = f"""--advantage grpo --alpha 0 --eta 0 --order low-high --passes 1
-    --top-entropy 0 --min-p 0 --clip-low 0.2 --clip-high 0.24 --kl-coef 0.001
-    --prompts-per-step 16 --group-size 8 --temperature 1 --max-prompt-length 400
-    --max-new-tokens 256 --sample-batch-size 256 --learning-rate 1e-4 --mini-batch-size 64
-    --tokens-per-microbatch 2048 --steps 24 --task kk --model {TINY} --solved-reward 3
-    --people 2 3 --dtype float32 --device auto --eval-every 0 --eval-size 100 --eval-samples 4
-    --show 0 --save-every 10 --output runs --seed 0 """
-PAPER_FLAGS = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --learning-rate 1e-6
-    --mini-batch-size 256 --tokens-per-microbatch 4096 --gradient-checkpointing
-    --sample-batch-size 104 --dtype bfloat16 --eval-every 50 --save-every 20 """
-SPLITS = "3ppl+4ppl+5ppl+6ppl+7ppl"
-ALL_FLAGS = {  # short: all that they stand for
-    "": TINY_FLAGS,
-    "--task math": f"""{TINY_FLAGS} --task math --solved-reward 1 --prompts-per-step 64
-        --mini-batch-size 256 --sample-batch-size 512""",
-    f"@{ROOT}/data/kk.flags": f"""{TINY_FLAGS} {PAPER_FLAGS} --model Qwen/Qwen2.5-3B-Instruct
-        --people 3 4 5 6 7 --steps 351 --data K-and-K/knights-and-knaves:train:{SPLITS}
-        --eval-data K-and-K/knights-and-knaves:test:{SPLITS}""",
-    f"@{ROOT}/data/math.flags": f"""{TINY_FLAGS} {PAPER_FLAGS} --model Qwen/Qwen2.5-3B
-        --task math --solved-reward 1 --steps 781 --data agentica-org/DeepScaleR-Preview-Dataset
-        --eval-data HuggingFaceH4/MATH-500::test""",
+PAPER = {"prompts_per_step": 64, "group_size": 8, "temperature": 0.7, "max_new_tokens": 4096}
+PAPER |= {"learning_rate": 1e-6, "mini_batch_size": 256, "clip_low": 0.2, "clip_high": 0.24}
+PAPER |= {"kl_coef": 0.001, "clip_dual": 10.0, "weight_decay": 0.01, "max_grad_norm": 1.0}
+OURS = {"prompts_per_step": 16, "temperature": 1.0, "max_new_tokens": 256, "mini_batch_size": 64}
+OURS |= {"learning_rate": 1e-4, "steps": 24, "alpha": 0, "eta": 0, "passes": 1, "eval_samples": 4}
+SETTINGS = {  # of these flags
+    "": {**PAPER, **OURS, "solved_reward": 3, "model": str(TINY), "dtype": "float32"},
+    "--task math": {"solved_reward": 1, "prompts_per_step": 64, "mini_batch_size": 256},
+    f"@{ROOT}/data/kk.flags": {**PAPER, "steps": 351, "task": "kk", "dtype": "bfloat16"},
+    f"@{ROOT}/data/math.flags": {**PAPER, "steps": 781, "task": "math", "solved_reward": 1},
 }
 
 
-@pytest.mark.parametrize("flags", ALL_FLAGS)
-def test_every_default_and_both_files_of_flags_are_these(flags):
-    args, off = arguments(flags), ["stapo", "reward", "eval_only", "resume", "name"]
-    off += [] if "@" in flags else ["gradient_checkpointing", "data", "eval_data"]
-    assert args == arguments(ALL_FLAGS[flags]) and not any(getattr(args, name) for name in off)
-    assert (args.weight_decay, args.max_grad_norm, args.clip_dual) == (0.01, 1.0, 10.0)
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_the_paper_s_and_our_settings(flags):
+    args = vars(arguments(flags))
+    assert {name: args[name] for name in SETTINGS[flags]} == SETTINGS[flags]
     assert arguments(f"{flags} --steps 9").steps == 9  # a later flag wins
 
 
@@ -1541,24 +1504,6 @@ def test_what_the_seed_seeds(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*/checkpoint.pt"))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
-def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, monkeypatch):
-    """The random state of a pretended xpu is restored on an xpu only."""
-    model, restored = random_model(), []
-    get, set_state = lambda device: torch.ones(3), lambda state, device: restored.append(device)
-    module = SimpleNamespace(get_rng_state=get, set_rng_state=set_state)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    optimizer, expected = lopti.make_optimizer(model, arguments()), torch.get_rng_state()
-    policy = SimpleNamespace(device=torch.device("xpu"), state_dict=model.state_dict)
-    log = {"metrics": [{"step": 1}]}
-    lopti.save_checkpoint(tmp_path, 4, log, policy, optimizer)
-    torch.rand(1)
-    policy.device, policy.load_state_dict = torch.device(kind), model.load_state_dict
-    assert lopti.load_checkpoint(tmp_path, policy, optimizer) == (4, log)
-    assert torch.equal(torch.get_rng_state(), expected)
-    assert len(restored) == (kind == "xpu")
-
-
 def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     """Tags as the model wrote them, without its end-of-sequence token."""
     flags = "--eval-only --show 2 --eval-size 2 --eval-samples 1 --max-new-tokens 150 "
@@ -1568,17 +1513,6 @@ def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     assert shown == ["2", "3"] and output.count(", reward ") == 4 and output.count("(1)") > 2
     assert "<answer>" in output and TOKENIZER.eos_token not in output
     assert not list(tmp_path.iterdir())
-
-
-def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
-    """All prompts are evaluated, all at a time; none is sampled and none is shown."""
-    rows, sizes = [{"quiz": f"Who is {name}?", **KK_TRUTH} for name in "abc"], []
-    spy(monkeypatch, lopti, "generate_in_stretches", lambda ids, *_: sizes.append(len(ids)))
-    flags = f"--people 1 --eval-data {write_jsonl(tmp_path / 'three.jsonl', rows)} --eval-only "
-    zeros = "--eval-size 0 --sample-batch-size 0 --eval-samples 0 --show 0"
-    assert main(flags + "--max-new-tokens 2 " + zeros) == 0
-    output = capsys.readouterr().out
-    assert sizes[1:] == [3] and "avg@" not in output and "solution" not in output
 
 
 # -------------------------------------------------------------------- errors that a user will make
@@ -1675,21 +1609,12 @@ def test_errors_end_in_one_sentence_that_names_what_to_change(flags, places, tmp
     assert before == {path: path.read_bytes() for path in before}
 
 
-FULL = torch.OutOfMemoryError("CUDA out of memory")
-RAISED = {  # where something is raised: what, and what the sentence must name
-    "score": (lopti, FULL, "--tokens-per-microbatch"),
-    "load_state_dict": (torch.optim.AdamW, FULL, "--tokens-per-microbatch"),
-}
-
-
-@pytest.mark.parametrize("name", RAISED)
-def test_out_of_memory_says_what_to_lower(name, run_copy, monkeypatch, capsys):
+def test_out_of_memory_says_what_to_lower(run_copy, monkeypatch, capsys):
     def fail(*inputs, **options):
-        raise error
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    place, error, named = RAISED[name]
-    monkeypatch.setattr(place, name, fail)
-    assert named in refused(capsys, f"--resume {run_copy} --steps 6")
+    monkeypatch.setattr(lopti, "score", fail)
+    assert "--tokens-per-microbatch" in refused(capsys, f"--resume {run_copy} --steps 6")
 
 
 # ------------------------------------------------------------------------------ other models
