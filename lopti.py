@@ -164,8 +164,10 @@ def generate_in_stretches(model, tokenizer, prompt_ids):
     of one with data/lab/variants.py --variant plain-sampling).
     """
     settings = model.generation_config
-    encoded = tokenizer.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
-    ids, mask = encoded.to(model.device).values()  # (N, P)
+    ends = settings.eos_token_id
+    padded = tokenizer.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
+    ids = padded["input_ids"].to(model.device)  # (N, P)
+    mask = padded["attention_mask"].to(model.device)
     responses = [[] for _ in prompt_ids]
     unfinished = list(range(len(prompt_ids)))  # whose responses the rows of ids are
     cache = DynamicCache()
@@ -174,15 +176,14 @@ def generate_in_stretches(model, tokenizer, prompt_ids):
         ids = model.generate(ids, attention_mask=mask, **options)
         new = ids[:, mask.shape[1] :]  # (unfinished, new tokens)
         for i, tokens in zip(unfinished, new.tolist()):
-            responses[i] = until_end(responses[i] + tokens, settings.eos_token_id)
-        goes_on = [responses[i][-1] not in settings.eos_token_id for i in unfinished]
-        if not any(goes_on):
+            responses[i] = until_end(responses[i] + tokens, ends)
+        rows = [k for k, i in enumerate(unfinished) if responses[i][-1] not in ends]
+        if not rows:
             break
-        rows = torch.tensor(goes_on, device=ids.device).nonzero()[:, 0]
-        unfinished = [unfinished[row] for row in rows.tolist()]
+        unfinished = [unfinished[row] for row in rows]
         mask = torch.cat([mask, torch.ones_like(new)], 1)[rows]
         ids = ids[rows]
-        cache.batch_select_indices(rows)
+        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
     return responses
 
 
@@ -717,8 +718,7 @@ def load_checkpoint(folder, policy, optimizer):
     """Bring a run back to its checkpoint: returns its step and lines, which the files then have."""
     device = policy.device
     path = folder / "checkpoint.pt"
-    step = 0
-    log = {"metrics": [], "samples": [], "evaluations": []}
+    state = {"step": 0, "log": {"metrics": [], "samples": [], "evaluations": []}}
     if path.exists():
         with user_errors(f"{path} is damaged: start a new run"):
             state = torch.load(path, weights_only=True, map_location="cpu")
@@ -727,13 +727,12 @@ def load_checkpoint(folder, policy, optimizer):
         torch.set_rng_state(state["random"])
         if device.type in state:  # else from another kind of device
             torch.get_device_module(device).set_rng_state(state[device.type], device)
-        step, log = state["step"], state["log"]
     elif (folder / "final").exists():
         raise UserError(f"{folder} has no checkpoint: start a new run from its final/")
-    for name, lines in log.items():
+    for name, lines in state["log"].items():
         with replaced_at_once(folder / f"{name}.jsonl") as path:
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return step, log
+    return state["step"], state["log"]
 
 
 def add_line(folder, log, name, line):
