@@ -1488,7 +1488,7 @@ def test_a_full_disk_or_another_process_leaves_the_checkpoint(run_copy, capsys, 
     assert (run_copy / "checkpoint.pt").read_bytes() == checkpoint
     fcntl = pytest.importorskip("fcntl")  # which locks also against the same process
     with (run_copy / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert "another process" in refused(capsys, f"--resume {run_copy}")
     assert main(f"--resume {run_copy} --steps 5") == 0
     assert torch.load(run_copy / "checkpoint.pt", weights_only=True)["step"] == 5
