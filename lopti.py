@@ -803,7 +803,7 @@ def check_model(model, tokenizer, rows, args):
     if max(map(len, ids)) + args.max_new_tokens > limit > 0:
         raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
     words = model.get_input_embeddings().num_embeddings
-    largest = max(map(max, ids))
+    largest = max(max(prompt, default=0) for prompt in ids)
     if largest >= words:
         raise UserError(f"the model has {words} embeddings, none for token {largest} of a prompt")
     text = 2 * tokenizer.decode(ids[0][:8])
