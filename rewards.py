@@ -4,9 +4,8 @@ r"""The tasks: rule-based rewards for puzzles and mathematics, their prompts, an
     math_reward(completions, solution, **columns) -> list[float]    1 or 0 each
 
 A completion is a string, or a list of chat messages whose last one counts. Any text gets a reward;
-none raises. TRL calls rewards so, and both drop in unchanged (the data need a column `solution`):
+none raises. TRL calls rewards in this way (the data set needs a column `solution`):
 
-    from rewards import kk_reward
     GRPOTrainer("Qwen/Qwen2.5-3B-Instruct", reward_funcs=kk_reward, train_dataset=puzzles).train()
 """
 
@@ -50,9 +49,8 @@ ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so tim
 def kk_reward(completions, solution, **columns):
     r"""Rewards of answers to Knights-and-Knaves puzzles; 3.0 is a right one in the right format.
 
-    A solution is a text like "(1) Zoey is a knight\n(2) Oliver is a knave". Of `columns` only
-    `prompts` is read: a prompt that ends in <think> has opened that tag for its completion, and
-    without `prompts` every one has.
+    A solution is a text like "(1) Zoey is a knight\n(2) Oliver is a knave". A prompt among the
+    `columns` that ends in <think> has opened that tag; without `prompts` every one has.
     """
     prompts = columns.get("prompts") or ["<think>"] * len(completions)
     rewards = []
@@ -69,8 +67,7 @@ def kk_reward(completions, solution, **columns):
 def score_puzzle(text, roles):
     """The reward of one response: format (1 or -1) plus answer (2, -1.5 or -2).
 
-    The format holds if all four tags occur once each and in order. A <think> in the response is
-    one too many where the prompt has opened it, as in the published code.
+    All four tags must occur once each and in order, as in the published code.
     >>> score_puzzle("<think>So.</think><answer>Zoey is a knight</answer>", {"zoey": "knight"})
     3.0
     """
@@ -99,22 +96,18 @@ def read_roles(text, names=None):
 
 
 # ------------------------------------------------------------------------------------- Mathematics
-# Both answers are cut into tokens and parsed into trees. A tree is a Fraction, a name (str), or a
-# tuple (operator, *parts). Trees are compared by value, with fixed values for the variables; what
-# is not an expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
+# Both answers are cut into tokens and parsed into trees. A tree is a name, a number ("", Fraction)
+# or (operator, *parts). Trees are compared by value, with fixed values for the variables; what is
+# no expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
 MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
 MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
-# No expression, no number or too large, 1/0, nested too deeply:
-NOT_READ = (KeyError, ValueError, ArithmeticError, RecursionError)
+NOT_READ = (KeyError, ValueError, ArithmeticError, RecursionError)  # no expression, 1/0, too deep
 
 
 def math_reward(completions, solution, **columns):
-    r"""1.0 where the last \boxed{} of a completion is the answer `solution`, else 0.0.
-
-    Completions and solutions, such as r"\frac{1}{2}", as for kk_reward; `columns` are ignored.
-    """
+    r"""1.0 where the last \boxed{} of a completion is its solution, such as \frac12, else 0.0."""
     answers = [extract_boxed(message_text(completion)) or "" for completion in completions]
     truths = [extract_boxed(truth) or truth for truth in map(str, solution)]
     return [float(answers_match(*pair)) for pair in zip(answers, truths, strict=True)]
@@ -126,9 +119,10 @@ def extract_boxed(text):
     >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$, in \boxed as you asked.")
     '\\frac{1}{2}'
     """
-    text = text.rpartition("</think>")[2]
+    text, opening = text.rpartition("</think>")[2], None
     box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
-    *_, opening = [None, *re.finditer(box, text)]
+    for opening in re.finditer(box, text):
+        pass  # up to the last one
     if opening is None or opening[1]:
         return opening and opening[1]
     depth, content = 1, text[opening.end() :][:MAX_BOX]
@@ -141,15 +135,15 @@ def extract_boxed(text):
 def answers_match(predicted, expected):
     r"""Whether a predicted LaTeX answer is the expected one.
 
-    The expected unit may be missing. Another one is wrong, and so are words that are no unit. By
-    the convention of the paper's grader 20\% counts as 20. A fraction must be in lowest terms.
+    The expected unit may be missing; another one is wrong, as are words that are no unit. As in the
+    paper's grader 20\% counts as 20. A fraction must be in lowest terms.
     >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
     (True, False, True)
     """
     if max(len(predicted), len(expected)) > MAX_LENGTH:
         return predicted == expected
     (answer, units), (truth, true_units) = tokenize(predicted), tokenize(expected)
-    right_units = units == true_units if true_units else FIRST.keys() >= set(units)
+    right_units = units == true_units if true_units else STANDARD.keys() >= set(units)
     if not answer or (units and not right_units):
         return False
     try:
@@ -158,37 +152,37 @@ def answers_match(predicted, expected):
         return False
 
 
-FIRST = r"""percent|degree deg|radian|dollar usd buck|cent|euro|lb pound|oz ounce|g gram|kg kilogram
+STANDARD = r"""percent|degree deg|radian|dollar usd|cent|euro|lb pound|oz ounce|g gram|kg kilogram
 mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
-km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
+km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|l liter litre|gal gallon|cup
 s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
-child children|man men|woman women|boy|girl|friend|book|page|apple|orange|egg|cookie|marble|ball
-card|coin|car|animal|tree|game|question|side|edge|face|triangle|item|<= ≤ \le \leq \leqslant
->= ≥ \ge \geq \geqslant|!= ≠ \ne \neq|< \lt|> \gt|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\sqrt √
-\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\frac12 ½|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
-\text \mathrm \mbox \textbf"""  # rows of known units, and of spellings: the first of a row is used
-FIRST = {word: row.split()[0] for row in re.split(r"[|\n]", FIRST) for word in row.split()}
+child children|man men|woman women|book|page|apple|ball|card|coin|<= ≤ \le \leq \leqslant|< \lt
+>= ≥ \ge \geq \geqslant|> \gt|!= ≠ \ne \neq|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\frac12 ½
+\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\sqrt √|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
+\text \mathrm \mbox \textbf|\text{percent} % \%|\text{degree} ° \degree|\text{dollar} \$
+\text{euro} €"""  # rows of known units, and of other spellings; the first of a row is used
+STANDARD = {word: row.split()[0] for row in re.split(r"[|\n]", STANDARD) for word in row.split()}
 ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 REWRITES = (  # in this order: what can be written in several ways is written in one
     (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
     (r"\\\\", ";"),
-    (r"\\[A-Za-z]+|[^\x00-\x7f]", lambda word: FIRST.get(word[0], word[0]) + " "),
+    (r"(\\\$|€)\s*(-?[0-9.,]*[0-9])", r"\2\1"),  # $5 becomes 5$
+    (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: STANDARD.get(sign[0], sign[0]) + " "),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
     (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
     (r"\\end\s*\{array\}(?:\s*[\])])?|\\end\s*\{[bp]?matrix\}", r"\\end "),  # a kind of bracket
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\\\$\s*(-?[0-9]*\.?[0-9]+)", r"\1\\text{dollars}"),
-    (r"€\s*(-?[0-9]*\.?[0-9]+)|([0-9]) *€", r"\1\2\\text{euros}"),
-    (r"\\?%", r"\\text{percent}"),
-    (r"\^\s*\{?\s*\\circ *\}?|\\degree|°", r"\\text{degrees}"),
+    (r"\^\s*\{?\s*\\circ *\}?", r"\\text{degree}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
     (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
+    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?mph\b", r" \1mi/h"),
     (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
     (r"\\[,;:!()\[\]\s]|[$~]", " "),
     (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
     (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
     (r"^(\s*[A-Za-z]\s*=)[^=<>,;]*[0-9][^=<>,;]*=(?=[^=<>,;]*$)", r"\1"),  # x = 2 + 3 = 5
     (r"^((?:[^=<>,]*=)?\s*-?(?:[0-9]|\\(?:frac|sqrt|pi))[^=<>,]*)\\approx .*", r"\1"),
+    (r"(^\s*(?:\\\{)?|[,;])([^,;]*?)\\pm ([^,;]*?)(?=\\\}|[,;]|$)", r"\1\2+\3,\2-\3"),
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
     (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
@@ -199,89 +193,53 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
     *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
 )
-KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, FIRST))})s?)\b\.?"
-UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quarter)([a-z][a-z./^23\ ]*)\}}
-    | (?:\ +|(?=[ckm]m|kg|lb|mph))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
+KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, STANDARD))})s?)\b\.?"
+UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quart)([a-z][a-z./^23\ ]*)\}}
+    | (?:\ +|(?=[ckm]m|kg|lb))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
     )(?:\s*\^\s*\{{?[23]\}}?)?"""
 FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
 TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
       [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
-    | (?:{FUNCTION}\s*[_^]|[0-9]+_)\s*(?:\{{[0-9]+\}}|[0-9]+)             # \log_2, \sin^2, 1204_9
-    | [A-Za-z]_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+    # x_1, x_{{n+1}}, 2 1/3
+    | {FUNCTION}\s*(?:[_^]\s*(?:[0-9]|\{{[0-9]+\}}))?\s*                          # \ln 2x
+      (?:\([^()]*\)|\{{[^{{}}]*\}}|(?:[0-9A-Za-z]|\\(?:pi|alpha|beta|theta|phi)\s*)+)
+    | (?:[0-9]+|[A-Za-z])_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+ # 1204_9, 2 1/3
     | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
 
 
 def tokenize(text):
-    r"""LaTeX → its tokens, and its units by their names in FIRST. Spacing disappears.
+    r"""LaTeX → its tokens, and its units by their names in STANDARD. Spacing disappears.
 
-    A comma joins 1,200 but not (1,200), which is a point. A unit is words behind a number, known or
-    not. Letters alone are one word, so ABC is not CAB.
+    A comma joins 1,200 but not (1,200), which is a point. Letters alone are one word.
     >>> tokenize(r"x = 1,200 \text{ square feet}"), tokenize("two lines")
     ((['x', '=', '1200'], ['ft']), (['twolines'], []))
     """
     for pattern, replacement in REWRITES:
         text = re.sub(pattern, replacement, text)
     units = re.findall("[a-z]+", " ".join(map("".join, re.findall(UNIT, text))).lower())
-    units = [FIRST.get(word, FIRST.get(word.removesuffix("s"), word)) for word in units]
+    units = [STANDARD.get(word, STANDARD.get(word.removesuffix("s"), word)) for word in units]
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", re.sub(UNIT, " ", text)).strip(" .,;")
-    tokens = [re.sub(r"(?<![0-9])\s|(?<=[^\\])[{}]", "", x) for x in re.findall(TOKEN, text)]
+    tokens = [re.sub(r"\s(?![0-9]+/)|(?<=[^\\])[{}()]", "", x) for x in re.findall(TOKEN, text)]
     tokens = [token.lower() if token.isalpha() and len(token) > 1 else token for token in tokens]
     return tokens, [unit for unit in units if unit not in ("square", "cubic", "sq", "per")]
 
 
-NAME = r"[A-Za-z]+(_.+)?|[0-9]+_.+|\\(pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"
+NAME = r"\\(?:pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"  # or a function of one
+NAME = rf"[A-Za-z]+(?:_.+)?|[0-9]+_.+|{NAME}|{FUNCTION}.+"
 NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-OPENING = ("(", "[", "{", r"\lceil", r"\lfloor", r"\{", r"\begin")
-KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end", r"\lceil\rceil")}
-KINDS |= {r"\{\}": "{}", r"\lfloor\rfloor": r"\lfloor\rfloor"}
+KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
+STRUCTURES = {*KINDS, "name=", ",", ";", "=", "!=", "<", "<=", r"\cup"}
 PRECEDENCE = {";": 1, ",": 2, "=": 3, r"\approx": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3}
 PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
-STRUCTURES = {
-    "()",
-    "(]",
-    "[)",
-    "[]",
-    "{}",
-    r"\begin\end",
-    "name =",
-    ";",
-    "=",
-    "!=",
-    "<",
-    "<=",
-    r"\cup",
-}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
 
 
 def parse(tokens):
-    r"""Tokens → the tree of an answer; a list is a set, and \pm makes two answers of one.
-
-    >>> parse(["2", "x", "-", "y"])
-    ('+', ('*', Fraction(2, 1), 'x'), ('-', 'y'))
-    """
-    if r"\pm" in tokens:
-        both = [parse([sign if x == r"\pm" else x for x in tokens]) for sign in "+-"]
-        both = [tree[1:] if head(tree) == "{}" else [tree] for tree in both]
-        return ("{}", *dict.fromkeys(itertools.chain(*zip(*both))))
+    """The tree of an answer: ["x", "+", "y"] → ("+", "x", "y"). A list is a set."""
     tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
     tree = expression(tokens)
     if tokens != [""]:
         raise ValueError(f"cannot read {tokens}")
-    return ("{}", *tree[1:]) if head(tree) in (",", ";") else tree
-
-
-def is_read(text):
-    """Whether an answer is read as an expression; if not, it is compared as text."""
-    try:
-        return len(text) <= MAX_LENGTH and bool(parse(tokenize(text)[0]))
-    except NOT_READ:
-        return False
-
-
-def head(tree):
-    """The operator of a tree; a Fraction or a name stands for itself."""
-    return tree[0] if isinstance(tree, tuple) else tree
+    return ("{}", *tree[1:]) if tree[0] in (",", ";") else tree
 
 
 def expression(tokens, level=1):
@@ -289,73 +247,71 @@ def expression(tokens, level=1):
     tree = operand(tokens)
     while True:
         token = tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
-        function = re.match(rf"{FUNCTION}|\\sqrt", token)
-        starts_factor = function or token in (*OPENING[:5], r"\frac") or re.fullmatch(NAME, token)
+        starts_factor = re.fullmatch(rf"[(\[{{]|\\frac|\\sqrt|{NAME}", token)
         precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
-        if precedence < level or (level == FACTOR and function):
+        if precedence < level:
             return tree
         operation = "*" if starts_factor else tokens.pop(0)
         tree = join(tree, operation, expression(tokens, precedence + 1))
 
 
 def operand(tokens):
-    """Reads a number, a name, a bracket, or a function or sign and what it is applied to."""
+    """Reads a number, a name, a bracket, or a root, a fraction or a sign and what stands behind."""
     token = tokens.pop(0)
     if token in ("+", "-"):
         tree = expression(tokens, SIGN)
         if token == "-":  # -5 is a number, -(-5) is not
-            return -tree if isinstance(tree, Fraction) and tree > 0 else ("-", tree)
+            return ("", -tree[1]) if tree[0] == "" and tree[1] > 0 else ("*", ("", -1), tree)
         return tree
-    if token in OPENING:
+    if token in ("(", "[", "{", r"\{", r"\begin"):
         tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
-        if head(tree) == "," or (head(tree) == ";" and kind == "{}"):
+        if tree[0] == "," or (tree[0] == ";" and kind == "{}"):
             return (kind, *tree[1:])
         return tree if kind in ("()", "[]", "{}") else (kind, tree)  # (5), {5} are 5
     if token == r"\frac":
         return join(expression(tokens, OPERAND), "/", expression(tokens, OPERAND))
     if token == r"\sqrt":
-        degree = expression(tokens, OPERAND) if tokens[0] == "[" else Fraction(2)
-        return ("^", expression(tokens, OPERAND), ("/", Fraction(1), degree))
-    if re.match(FUNCTION, token):  # \ln 2x is \ln(2x), \ln(2)x is x\ln 2
-        return (token, expression(tokens, OPERAND if tokens[0] in OPENING else FACTOR))
+        degree = expression(tokens, OPERAND) if tokens[0] == "[" else ("", 2)
+        return ("^", expression(tokens, OPERAND), ("/", ("", 1), degree))
     if re.fullmatch(NAME, token):
         return token
-    whole, *part = map(Fraction, re.split("[ /]+", token))  # 2, or the mixed number 2 1/3
-    if not token.isascii() or (part and not part[0] < part[1] == Fraction(*part).denominator):
+    whole, *part = token.split()  # 2, or the mixed number 2 1/3
+    if not token.isascii() or (part and not str(Fraction(part[0]) % 1) == part[0]):
         raise ValueError(f"not a number in lowest terms: {token!r}")
-    return whole + Fraction(*part) if part else whole
+    return ("", Fraction(whole) + sum(map(Fraction, part)))
 
 
 def join(left, operation, right):
     """The tree of an operation: a - b is a + (-b), x > 3 is 3 < x, and sums are flat.
 
-    3/4 is a number, 6/8 an operation that is left to do. 'name =' is the sign behind a label.
+    3/4 is a number, 6/8 an operation that is left to do. 'name=' is the sign behind a label.
     """
-    names = left[1:] if head(left) in ("*", "()") else [left]
-    if operation == "/" and isinstance(left, Fraction) and isinstance(right, Fraction):
-        if abs(right) == (left / right).denominator > 1:
-            return left / right
+    names = left[1:] if left[0] in ("*", "()") else [left]
+    if operation == "/" and left[0] == right[0] == "":
+        if abs(right[1]) == (left[1] / right[1]).denominator > 1:
+            return ("", left[1] / right[1])
     elif operation in ("=", r"\approx") and all(isinstance(name, str) for name in names):
-        operation = "name ="  # x = 5, f(x) = 5, (x, y) = (1, 2)
+        operation = "name="  # x = 5, f(x) = 5, (x, y) = (1, 2)
     elif operation == "-":
-        operation, right = "+", ("-", right)
+        operation, right = "+", ("*", ("", -1), right)
     elif operation in (">", ">="):
         operation, left, right = operation.replace(">", "<"), right, left
-    is_flat = operation in (";", ",", r"\cup", "+", "*") and head(left) == operation
+    is_flat = operation in (";", ",", r"\cup", "+", "*") and left[0] == operation
     return (operation, *(left[1:] if is_flat else [left]), right)
 
 
 def same_answer(answer, truth):
     """Whether two trees agree; numbers and expressions by value. x = 5 says 5. A set has no order,
     but where only one answer names its values, as in x = 1, y = 2, these have one."""
-    if (head(answer) == "name =") != (head(truth) == "name ="):
-        answer, truth = (tree[2] if head(tree) == "name =" else tree for tree in (answer, truth))
-    if all(head(tree) not in STRUCTURES for tree in (answer, truth)):
+    trees = (answer, truth)
+    if (answer[0] == "name=") != (truth[0] == "name="):
+        answer, truth = trees = [tree[2] if tree[0] == "name=" else tree for tree in trees]
+    if not any(tree[0] in STRUCTURES for tree in trees):
         return same_value(answer, truth)
-    if head(answer) != head(truth) or len(answer) != len(truth):
+    if answer[0] != truth[0] or len(answer) != len(truth):
         return False
-    names = [{x[1] for x in tree[1:] if head(x) == "name ="} for tree in (answer, truth)]
-    if head(truth) not in ("{}", r"\cup") or (len(names[0]) > 1) != (len(names[1]) > 1):
+    names = [len({part[1] for part in tree[1:] if part[0] == "name="}) > 1 for tree in trees]
+    if truth[0] not in ("{}", r"\cup") or names[0] != names[1]:
         return all(map(same_answer, answer[1:], truth[1:]))
     partners = list(truth[1:])
     for item in answer[1:]:
@@ -370,43 +326,39 @@ def same_value(answer, truth):
     """Whether an expression has the value of another, and its form.
 
     Fractions are compared exactly, other numbers to nine digits; variables get two fixed values.
-    Where a number is expected, 5 + 6 is none. A sum must have as many terms, be it over a number:
-    where the factors are asked for, x^2 - 1 is not (x - 1)(x + 1), nor the other way round.
+    5 + 6 is no number. A sum, be it over a number, must have as many terms: x^2 - 1 is not
+    (x - 1)(x + 1), where the factors are asked for.
     """
     for sign in (1, -1):
         values = value(answer, sign), value(truth, sign)
         exact = all(isinstance(number, Fraction) for number in values)
         if not (values[0] == values[1] if exact else cmath.isclose(*values)):
             return False
-    if isinstance(answer, Fraction) or isinstance(truth, Fraction):
-        return isinstance(answer, Fraction)
+    if "" in (answer[0], truth[0]):
+        return answer[0] == ""
     trees = (answer, truth)
-    sums = [x[1] if head(x) == "/" and isinstance(x[2], Fraction) else x for x in trees]
-    sizes = [[len(x) if head(x) == "+" else 2 for x in pair] for pair in (trees, sums)]
+    sums = [tree[1] if tree[0] == "/" and tree[2][0] == "" else tree for tree in trees]
+    sizes = [[len(x) if x[0] == "+" else 2 for x in pair] for pair in (trees, sums)]
     return any(first == second for first, second in sizes)
 
 
-def value(tree, sign=1):
-    """The number that a tree stands for. A variable is a fixed fraction of that sign; a function is
-    a fixed random number for each number that it is applied to."""
-    if isinstance(tree, Fraction):
-        return tree
+def value(tree, sign):
+    """The number that a tree stands for; a variable is a fixed fraction of that sign."""
+    if tree[0] == "":
+        return Fraction(tree[1])
     if isinstance(tree, str):
         some = random.Random(f"{sign} {tree}").randrange(5000, 15000)
         return NAMED_VALUES.get(tree) or sign * Fraction(some, 10007)
-    operation, *values = tree[0], *(value(part, sign) for part in tree[1:])
-    if operation == "^" and len(str(values[0])) * abs(values[1]) > MAX_DIGITS:
+    first, *others = (value(part, sign) for part in tree[1:])
+    if tree[0] == "^" and len(str(first)) * abs(others[0]) > MAX_DIGITS:
         raise ValueError("too large")
-    if operation in OPERATIONS:
-        return OPERATIONS[operation](*values)
-    return random.Random(f"{operation} {complex(*values):.9g}").random()
+    return functools.reduce(OPERATIONS[tree[0]], others, first)
 
 
-OPERATIONS = {"+": lambda *terms: sum(terms), "*": lambda *factors: math.prod(factors)}
-OPERATIONS |= {"-": operator.neg, "/": operator.truediv, "^": operator.pow}
+OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
 
 
-# ------------------------------------------ The two tasks: what is asked, and what a response earns
+# ---------------------- The two tasks: from a data file to rows, a prompt, responses and a reward
 
 KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then \
 answer it. Write your reasoning between <think> and </think>, and after it your final answer \
@@ -435,7 +387,7 @@ class Task:
         return [*system, {"role": "user", "content": question + self.request}]
 
     def table_text(self, tables):
-        """Tables of `accuracy` {title: table} as text: a line for each measure and difficulty."""
+        """Tables of `tally` {title: table} as text: a line for each measure and difficulty."""
         first = next(iter(tables.values()))
         lines = [("", self.difficulty, "prompts", *tables)]
         for measure in [name for name in next(iter(first.values())) if name != "prompts"]:
@@ -474,11 +426,9 @@ def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
-    value = value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, bytes):
+        value = value.decode()
     return "" if value is None or isinstance(value, (list, dict)) else str(value)
-
-
-# ------------------ From a data file to rows, from a row to a prompt, from a response to its reward
 
 
 class UserError(Exception):
@@ -506,32 +456,31 @@ def load_data(args, tokenizer):
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
-    if args.data and not (args.eval_data or args.eval_only):
-        rows = load_rows(args.data, args, tokenizer)
+    source = args.data or files / f"{args.task}_train.jsonl"
+    rows = [] if args.eval_only else load_rows(source, args, tokenizer)
+    if args.data and rows and not args.eval_data:
         held_out = random.Random(0).sample(rows, min(500, math.ceil(len(rows) / 10)))
     else:
         held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-        source = args.data or files / f"{args.task}_train.jsonl"
-        rows = [] if args.eval_only else load_rows(source, args, tokenizer)
-    training, keys = [], {row["key"] for row in held_out}
-    for row in rows:
-        if not any(key in row["key"] or row["key"] in key for key in keys):
-            training.append(row)
+    keys = {row["key"] for row in held_out}
+    training = [
+        row for row in rows if not any(key in row["key"] or row["key"] in key for key in keys)
+    ]
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
     told = f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
-    if args.data and not args.eval_only:  # how many of the user's rows are not trained on, and why
-        told += f"; {len(rows) - len(training)} of {len(rows)} rows are "
-        told += "also in --eval-data" if args.eval_data else "held out for evaluation"
-    if not training and not args.eval_only:
+    if args.data and rows:
+        why = "also in --eval-data" if args.eval_data else "held out for evaluation"
+        told += f"; {len(rows) - len(training)} of {len(rows)} rows are {why}"
+    if rows and not training:
         raise UserError(f"nothing is left to train on: {told}")
     print(told)
     return training, chosen
 
 
 def load_rows(source, args, tokenizer):
-    """The rows of a data file or hub data set that can be used; one line counts all others."""
+    """The rows of a data file or hub data set that can be used; one line tells of the others."""
     with user_errors(f"cannot read {source}"):
         table = read_table(str(source))
     if not table:
@@ -539,61 +488,59 @@ def load_rows(source, args, tokenizer):
     names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
     if "completions" in names:  # a reward gets the responses by this name
         raise UserError(f"{source} has a column completions: give it another name")
-    rows, left_out, others = [], {}, 0  # left_out: reason → the numbers of its rows
+    rows, left_out = [], {}  # left_out: reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
         try:
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
                 row = make_row(columns, args, tokenizer)
                 row["columns"] = {name: columns.get(name) for name in names if name is not None}
-                if (
-                    args.task == "kk"
-                    and row["key"]
-                    and int(row["difficulty"]) not in (0, *args.people)
-                ):
-                    others += 1
-                    continue
                 check_row(row, args, tokenizer)
             rows.append(row)
         except UserError as reason:
             left_out.setdefault(str(reason), []).append(number)
-    told = f"{len(table)} rows"
-    if left_out:
-        reasons = [
-            f"{len(them)} {why}" + f" (row {str(them)[1:-1]})" * (len(them) < 10)
-            for why, them in left_out.items()
-        ]
-        told += f", {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
-    texts = [row["solution"] for row in rows if args.task == "math" and not args.reward]
-    texts = [text for text in texts if not is_read(text)]
-    if texts:
-        told += f"; {len(texts)} solutions are compared as text: see math-verify in data/GUIDE.md"
+    told = []
+    for why, them in left_out.items():
+        numbers = ", ".join(map(str, them[:9])) + ", ..." * (len(them) > 9)
+        told.append(f"{len(them)} {why} (row {numbers})")
+    if args.task == "math" and not args.reward:
+        texts = len(rows)
+        for row in rows:
+            with suppress(*NOT_READ):
+                texts -= bool(parse(tokenize(row["solution"])[0]))
+        told += [f"{texts} compared as text (see math-verify in data/GUIDE.md)"] * bool(texts)
+    if args.task == "kk":
+        rows = [row for row in rows if int(row["difficulty"]) in args.people]
+    found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
     if not rows:
-        told += f"; {others} not of --people {' '.join(map(str, args.people))}" * bool(others)
-        told += f"; its columns: {', '.join(map(str, names))}"
-        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {told}")
-    if left_out or texts:
-        print(f"{Path(source).name}: {told}")
+        found += f" (columns: {', '.join(map(str, names))}; --task {args.task}"
+        found += f" --people {' '.join(map(str, args.people))})" if args.task == "kk" else ")"
+        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {found}")
+    if told:
+        print(f"{Path(source).name}: {found}")
     return rows
 
 
-UNUSABLE = {  # solutions of mathematics that nothing matches, or only a copy
-    "whose solution says that there is none": r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z",
-    "whose solution is a list": r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z",
-    "with LaTeX of which JSON has taken a part": r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)",
-    "whose solution is a sentence": r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}",
-}
+UNUSABLE = (  # solutions of mathematics, and why
+    (r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z", "whose solution says that there is none"),
+    (r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z", "whose solution is a list"),
+    (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
+    (
+        r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)",
+        "with LaTeX that JSON has cut: \\f of \\frac",
+    ),
+)
 
 
 def check_row(row, args, tokenizer):
     """UserError with the reason where a row cannot be used."""
     task, solution = TASKS[args.task], row["solution"]
-    if not row["key"] or not solution:
+    if not row["key"] or not solution.strip():
         raise UserError("without a prompt or a (boxed) solution")
     if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
         raise UserError("with half a character (a lone surrogate)")
     if re.search(r"[\b\f](?=[a-z])", row["prompt"]):
-        raise UserError("with LaTeX of which JSON has taken a part")
-    for reason, pattern in UNUSABLE.items() if args.task == "math" and not args.reward else ():
+        raise UserError(UNUSABLE[-1][1])
+    for pattern, reason in UNUSABLE if args.task == "math" and not args.reward else ():
         if re.search(pattern, solution):
             raise UserError(reason)
     # A solution, as the answer in the form of either task, must earn the full reward.
@@ -607,13 +554,11 @@ def check_row(row, args, tokenizer):
 
 def prompt_stream(rows, size, seed, skip=0):
     """Endless batches of `size` rows, in a new random order each time through."""
-    generator, order = random.Random(seed), []
-    for number in itertools.count():
-        while len(order) < size:
-            order += generator.sample(rows, len(rows))
-        batch, order = order[:size], order[size:]
-        if number >= skip:
-            yield batch
+    generator = random.Random(seed)
+    epochs = (generator.sample(rows, len(rows)) for _ in itertools.count())
+    stream = itertools.islice(itertools.chain.from_iterable(epochs), size * skip, None)
+    while True:
+        yield list(itertools.islice(stream, size))
 
 
 def read_table(source):
@@ -644,41 +589,36 @@ def read_table(source):
 
     def as_meant(value, kind):
         """A class by its name; float32 .3 without the digits that it gets as float64."""
-        if isinstance(value, dict) and isinstance(kind, dict):
+        if isinstance(value, dict):
             return {name: as_meant(value[name], kind[name]) for name in value}
-        if isinstance(value, int) and hasattr(kind, "names"):
-            return kind.names[value] if value >= 0 else None
-        if isinstance(value, float) and kind.dtype in ("float16", "float32"):
-            return float(str(numpy.dtype(kind.dtype).type(value)))
-        return value
+        if isinstance(value, int) and hasattr(kind, "int2str"):
+            return kind.int2str(value)
+        short = isinstance(value, float) and kind.dtype == "float32"
+        return float(str(numpy.float32(value))) if short else value
 
     return [as_meant(row, data.features) for row in data.to_list()]
 
 
 def make_row(columns, args, tokenizer):
     """The columns of a data set → prompt, solution, difficulty, and the question twice: as it was
-    `asked`, and as a `key` by which questions are compared.
-
-    A column `prompt` is the whole prompt; `question` is, too, where it has a reward of one's own.
-    """
+    `asked`, and as a `key` by which questions are compared."""
     if not isinstance(columns, dict):
         raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
     question, solution = question_and_solution(columns)
-    task, question = TASKS[args.task], question or ""
-    prompt, opening = question, ""
-    if question not in (columns.get("prompt"), columns.get("question") if args.reward else ""):
+    question, solution = question or "", to_text(solution).strip(" ")
+    task, prompt, opening = TASKS[args.task], question, ""
+    if question != columns.get("prompt"):  # which is a whole one
         prompt, opening = task.messages(question), task.opening
-    elif isinstance(question, str) and question != columns.get("prompt"):
-        prompt = [{"role": "user", "content": question}]
+        if args.reward and question == columns.get("question"):  # no words of ours
+            prompt, opening = [{"role": "user", "content": question}], ""
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
     choices = columns.get("choices") or columns.get("options") or ()
     if not all(str(choice) in question for choice in choices):
         raise UserError("with choices that its question does not show")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
-    solution = to_text(solution).strip()
     return {
         "asked": " ".join(question.split()),
         "key": " ".join(question.split()).casefold(),
@@ -708,11 +648,14 @@ def render_prompt(tokenizer, messages, opening=""):
 
 def render_chat(tokenizer, messages, opening):
     """Chat messages through the template. A system message that it refuses or loses goes into the
-    user's turn, and `opening` is added where the template has not opened the turn with it."""
+    user's turn; where the vocabulary lacks its words (data/tiny was taught without one) it goes.
+    `opening` is added where the template has not opened the turn with it."""
     forms = [messages]
     if len(messages) > 1 and messages[0]["role"] == "system":
-        first = f"{messages[0]['content']}\n\n{messages[1]['content']}"
-        forms.append([{**messages[1], "content": first}, *messages[2:]])
+        system, user, *others = messages
+        known = tokenizer.unk_token_id not in tokenizer(system["content"])["input_ids"]
+        content = f"{system['content']}\n\n{user['content']}" if known else user["content"]
+        forms.append([{**user, "content": content}, *others])
     for form in forms:
         options = {"tokenize": False, "add_generation_prompt": True}
         with suppress(*[TemplateError] * (form is not forms[-1])):
@@ -726,9 +669,9 @@ def render_chat(tokenizer, messages, opening):
 def compute_rewards(texts, rows, args):
     """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
 
-    A reward function has TRL's signature, f(completions, solution, **columns) -> list of numbers.
-    It gets strings, also where the prompt is a chat, and copies of all columns of the data as lists
-    with one entry for each response.
+    It has TRL's signature, f(completions, solution, **columns) -> list of numbers. It gets strings,
+    for chats as well, and copies of all columns of the data as lists with one entry a response. It
+    may not leave a reward out (None), as in TRL.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
@@ -760,13 +703,13 @@ def load_function(place):
 # ------------------------------------------------- From the rewards of held-out rows to an accuracy
 
 
-def accuracy(rows, answers, solved_reward):
+def tally(rows, answers, solved_reward):
     """Greedy accuracy, avg@k and pass@k per difficulty, each (mean, low, high); and mean reward.
 
     `answers` has (response, reward) pairs for each row, the greedy one first, then k samples.
     Returns {difficulty: {"prompts": n, "greedy": ..., "avg@k": ..., "pass@k": ..., "reward": ...}}.
 
-    >>> table = accuracy([{"difficulty": "2"}], [[("a", 3.0), ("b", 3.0), ("c", -1.0)]], 3.0)
+    >>> table = tally([{"difficulty": "2"}], [[("a", 3.0), ("b", 3.0), ("c", -1.0)]], 3.0)
     >>> table["2"]["avg@2"][0], table["2"]["reward"]
     (0.5, (1.0,))
     """

@@ -9,6 +9,7 @@ First come the paper's equations with numbers done by hand, for a port to copy.
 import argparse
 import copy
 import doctest
+import functools
 import importlib
 import io
 import itertools
@@ -21,9 +22,7 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from contextlib import nullcontext, redirect_stdout
@@ -112,13 +111,8 @@ def test_lopti_two_stages_low_probability_tokens_first():
     """π < η = 0.5 in the one, π ≥ η in the other, and what is no response in none."""
     old, mask = torch.tensor([[0.1, 0.5, 0.9, 0.1]]).log(), torch.tensor([[True] * 3 + [False]])
     low, high = lopti.split_tokens(old, mask, eta=0.5)
-    stages = lopti.update_stages(low, high, mask, eta=0.5)
-    assert [(name, tokens[0].long().tolist()) for name, tokens in stages] == [
-        ("low", [1, 0, 0, 0]),
-        ("high", [0, 1, 1, 0]),
-    ]
-    (only,) = lopti.update_stages(*lopti.split_tokens(old, mask, eta=0), mask, eta=0)
-    assert only[0] == "all" and torch.equal(only[1], mask)
+    assert low[0].tolist() == [True, False, False, False]
+    assert high[0].tolist() == [False, True, True, False]
 
 
 def test_lopti_two_stages_share_one_normaliser():
@@ -254,8 +248,7 @@ def test_golden_numbers(case):
     settings["ref_logprobs"] = ref
     for stage, tokens in (("joint", mask), ("low_stage", low), ("high_stage", high)):
         expected, logprobs = case[stage], new.clone().requires_grad_()
-        settings["tokens"] = tokens
-        loss, stats = lopti.policy_loss(logprobs, old, advantages, mask, **settings)
+        loss, stats = lopti.policy_loss(logprobs, old, advantages, mask, tokens=tokens, **settings)
         loss.backward()
         assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
         assert close(logprobs.grad, expected["gradient"])
@@ -297,7 +290,7 @@ def test_golden_rollouts(case):
     optimizer, weight, steps = lopti.make_optimizer(policy, args), policy.table.weight, []
     optimizer.register_step_pre_hook(lambda *_: steps.append([weight.grad.clone()]))
     optimizer.register_step_post_hook(lambda *_: steps[-1].append(weight.detach().clone()))
-    for _, tokens in lopti.update_stages(low, high, mask, eta=args.eta):
+    for tokens in (low, high) if args.eta else (mask,):
         lopti.update(policy, optimizer, rollout, tokens, args)
     expected = [step for step in case["steps"] if not step["skipped"]]
     assert len(steps) == len(expected)
@@ -337,6 +330,27 @@ def test_equal_rewards_get_exactly_zero(reward):
         equal, mask = torch.full((7,), reward, dtype=dtype), torch.ones(7, 3, dtype=torch.bool)
         assert lopti.group_advantages(equal, 7).tolist() == [0.0] * 7
         assert lopti.reinforce_pp_advantages(equal, mask).abs().max() == 0
+
+
+def test_which_tokens_the_later_methods_leave(monkeypatch):
+    """80/20 of all tokens, whatever STAPO leaves; of so few that ρ·n rounds to 0: none. ρ = 1."""
+    mask, entropies = torch.ones(1, 5) > 0, torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]])
+    logprobs = torch.tensor([[-9.0, -1, -9, -9, -1]])
+    monkeypatch.setattr(lopti, "score", lambda *inputs: (logprobs, entropies))
+    batch = SimpleNamespace(mask=mask, advantages=torch.ones(1, 5))
+    kept = lambda flags: lopti.tokens_to_keep(None, batch, arguments(flags))[0].tolist()
+    assert kept("--stapo") == [False, True, True, False, True]
+    assert kept("--stapo --top-entropy .4") == [False, True, True, False, False]
+    assert kept("--stapo --top-entropy .8") == [False, True, True, False, True]
+    assert not any(kept("--top-entropy .09"))
+    equal = torch.tensor([[1.0, 1.0, 0.0]])
+    assert lopti.safe_vocabulary(equal, 1.0).tolist() == [[True, True, False]]
+
+
+def test_rewards_that_hardly_differ_teach():
+    near, mask = torch.tensor([0.5, 0.5 + 1e-5]), torch.ones(2, 1) > 0
+    for advantages in (lopti.group_advantages(near, 2), lopti.reinforce_pp_advantages(near, mask)):
+        assert advantages.flatten()[1] > 0.04 and advantages.sum().abs() < 1e-3
 
 
 # ------------------------------------------------------------------------------ log-probabilities
@@ -386,7 +400,7 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, min_p):
     model = random_model(**MODELS[name])
     rollout = random_rollout(model, seed=1)
     args = arguments(temperature=temperature, min_p=min_p, tokens_per_microbatch=60)
-    logprobs, entropies = lopti.score(model, rollout, args, with_entropy=True)
+    logprobs, entropies = lopti.score(model, rollout, args)
     assert logprobs.dtype == torch.float32
     assert not logprobs[~rollout.mask].any() and not entropies[~rollout.mask].any()
     factors = torch.randn(rollout.mask.shape) * (logprobs > -math.inf)
@@ -406,6 +420,15 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, min_p):
     logprobs = lopti.token_logprobs(logits, rollout.ids, rollout.mask)
     (logprobs.masked_fill(unsafe, 0) * factors).sum().backward()
     assert 1 < expected.norm() and (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_the_temperature_divides_what_is_float32_already():
+    logits = torch.randn(1, 5, 9).bfloat16()
+    output = torch.nn.Identity()
+    model = lambda ids, use_cache: SimpleNamespace(logits=output(logits))
+    model.get_output_embeddings = lambda: output
+    found = lopti.token_logits(model, torch.zeros(1, 5).long(), torch.ones(1, 5) > 0, 0.7)
+    assert torch.equal(found, logits[0].float() / 0.7)
 
 
 def test_micro_batches_by_tokens():
@@ -430,10 +453,8 @@ def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, group_size=1, temperatur
 )
 def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     """In groups, three rows at a time, ended responses leaving: as plain `generate` one by one."""
-    model, cached, sizes, bars = random_model(**MODELS[name]), [], [], []
-    look = lambda states, *inputs: cached.extend(states)
-    spy(monkeypatch, lopti.LayerWithRoom, "update", look)
-    spy(monkeypatch, lopti, "generate", lambda ids, *inputs: sizes.append(len(ids)))
+    model, sizes, bars = random_model(**MODELS[name]), [], []
+    spy(monkeypatch, lopti, "generate_in_stretches", lambda ids, *inputs: sizes.append(len(ids)))
     prompts = TOKENIZER(PROMPTS, add_special_tokens=False)["input_ids"]
     settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 70}
     settings["eos_token_id"] = lopti.end_token_ids(model, TOKENIZER)
@@ -443,10 +464,7 @@ def test_greedy_samples_against_generate(name, dtype, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         answer = lambda ids: model.generate(torch.tensor([ids]), generation_config=settings)[0]
         alone = list(map(answer, prompts))
-    assert {part.dtype for part in cached} == {getattr(torch, dtype)} and sizes == [3] * 8
-    assert bars == [(8, True)]  # a step for each batch; not where the output is no terminal
-    # keys and values of 2 layers in 8 batches: once for the prompts and once for each stretch
-    assert len({part.untyped_storage().data_ptr() for part in cached}) <= 2 * 2 * 8 * (1 + 3)
+    assert sizes == [3] * 8 and bars == [(8, True)]  # no bar where the output is no terminal
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
         assert prompt.tolist() == prompts[i // 8]
         assert torch.equal(torch.cat([prompt, response]), alone[i // 8])
@@ -481,7 +499,7 @@ def test_samples_come_from_the_scored_distribution(temperature, min_p):
 def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
     """The tokenizer's, which is the padding too; one of the settings; one of the config.
 
-    Each prompt is read once; at the end the batch has only what was unfinished 32 tokens before.
+    At the end the batch has only what was unfinished 32 tokens before.
     """
     model, tokenizer, ends = random_model(), copy.deepcopy(TOKENIZER), torch.tensor([1, 40, 41])
     model.generation_config.eos_token_id, model.config.eos_token_id = [40], 41
@@ -492,19 +510,55 @@ def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
     model.get_input_embeddings().register_forward_pre_hook(look)
     rollout, last = sample(model, PROMPTS[:2], tokenizer, **options), set()
     unfinished = int((rollout.mask.sum(1) > lopti.STRETCH).sum())
-    assert seen[0] == (2, False) and seen[-1] == (unfinished, False) and 0 < unfinished < 128
+    assert seen[0] == (128, False) and seen[-1] == (unfinished, False) and 0 < unfinished < 128
     for (_, response), truncated in zip(plain_rows(rollout), rollout.truncated):
         assert not torch.isin(response[:-1], ends).any()
         last |= set() if truncated else {int(response[-1])}
     assert last == {1, 40, 41}
 
 
+def test_no_setting_of_hf_is_left_at_temperature_1(monkeypatch):
+    """HF's own top_k is 50: more words must come of a uniform model. Settings are put back."""
+    model = random_model()
+    model.lm_head.weight.data.zero_()
+    torch.manual_seed(0)
+    rollout = sample(model, ["Lily"], group_size=900, temperature=1.0, max_new_tokens=1)
+    assert len(set(rollout.ids[:, -1].tolist())) > 200
+    own = model.generation_config
+    monkeypatch.setattr(model, "generate", exits)
+    with pytest.raises(SystemExit):
+        sample(model)
+    assert model.generation_config is own
+
+
+def test_every_response_goes_on_in_its_own_row():
+    """Row k writes its own number until it ends, after 10, 40, 70, 100 tokens or never."""
+    lengths = {4: 10, 5: 100, 6: 40, 7: 999, 8: 70}
+
+    class Scripted:
+        device, generation_config = torch.device("cpu"), SimpleNamespace(max_new_tokens=120)
+
+        def generate(self, ids, attention_mask, max_new_tokens, **cache):
+            places = torch.arange(ids.shape[1] - 2, ids.shape[1] - 2 + max_new_tokens)
+            own = ids[:, 1:2].expand(-1, max_new_tokens)
+            ends = torch.tensor([lengths[int(number)] for number in ids[:, 1]])[:, None]
+            new = torch.where(places < ends, own, torch.where(places == ends, 1, 0))
+            assert attention_mask.shape == ids.shape and attention_mask[:, 1:].all()
+            return torch.cat([ids, new], 1)
+
+    Scripted.generation_config.eos_token_id = [1]
+    found = lopti.generate_in_stretches(Scripted(), TOKENIZER, [[3, k] for k in lengths])
+    assert found == [[k] * 120 if n > 120 else [k] * n + [1] for k, n in lengths.items()]
+
+
 # ------------------------------------------------------------------------------ the update
 
 
-def updated(flags="", family="Llama"):
+def updated(checkpointed=False, family="Llama"):
     """The model after one training step on a fixed rollout, and the statistics of it."""
-    model, args = random_model(family), arguments("--mini-batch-size 4 " + flags)
+    model, args = random_model(family), arguments("--mini-batch-size 4")
+    if checkpointed:
+        lopti.checkpoint_layers(model)
     rollout = random_rollout(model)
     rollout.old_logprobs = lopti.score(model, rollout, args)[0]
     torch.manual_seed(0)
@@ -512,7 +566,8 @@ def updated(flags="", family="Llama"):
     rollout.advantages = advantages[:, None] * rollout.mask
     rollout.ref_logprobs = rollout.old_logprobs + 0.3 * torch.randn(rollout.mask.shape)
     optimizer = lopti.make_optimizer(model, args)
-    return model, lopti.update(model, optimizer, rollout, rollout.mask, args)
+    with torch.no_grad():  # as a user's reward may leave it
+        return model, lopti.update(model, optimizer, rollout, rollout.mask, args)
 
 
 def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
@@ -538,7 +593,7 @@ def test_no_padding_is_read_and_no_logits_are_computed_in_vain(kl_coef):
     first, last, caches = model.get_input_embeddings(), model.get_output_embeddings(), []
     first.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
     last.register_forward_hook(lambda *call: scored.append(call[2].numel() // len(TOKENIZER)))
-    model.register_forward_hook(lambda *call: caches.append(call[2].past_key_values))
+    model.register_forward_hook(lambda *call: caches.append(call[2].get(lopti.CACHE)))
     rollout.old_logprobs = rollout.ref_logprobs = lopti.score(model, rollout, args)[0]
     rollout.advantages = 1.0 * rollout.mask * with_advantage[:, None]
     lopti.update(model, lopti.make_optimizer(model, args), rollout, tokens, args)
@@ -550,19 +605,16 @@ def test_no_padding_is_read_and_no_logits_are_computed_in_vain(kl_coef):
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])  # which have dropout
 def test_gradient_checkpointing_changes_memory_and_nothing_else(family, monkeypatch, recwarn):
     """The same bits by two forward passes of each layer, without dropout or a warning."""
-    calls, flag = [], "--gradient-checkpointing"
+    calls = []
     look = lambda result, inputs, *_: calls.append(inputs.requires_grad)
     spy(monkeypatch, torch.nn.functional, "layer_norm", look)
-    (plain, stats), plain_calls = updated("", family), calls.copy()
+    (plain, stats), plain_calls = updated(False, family), calls.copy()
     calls.clear()
-    checkpointed, same_stats = updated(flag, family)
+    checkpointed, same_stats = updated(True, family)
     # 3 mini-batches × 2 layers × 2 layer norms
     assert len(calls) == len(plain_calls) + 12
     assert torch.equal(weights(plain), weights(checkpointed)) and stats == same_stats
-    with pytest.raises(OSError), lopti.gradient_checkpointing(checkpointed, arguments(flag)):
-        raise OSError
-    assert not any("forward" in vars(part) or part.training for part in checkpointed.modules())
-    assert not recwarn.list
+    assert not any(part.training for part in checkpointed.modules()) and not recwarn.list
 
 
 # -------------------------------------------------------------------------- training and evaluation
@@ -593,11 +645,11 @@ def plain_kept(policy, rows, advantages, args):
         falling = sorted(torch.cat(entropies).tolist(), reverse=True)
         bound = falling[round(args.top_entropy * len(falling)) - 1]
         return [values >= bound for values in entropies]
-    tau = [args.stapo_tau if args.stapo and a > 0 else 0 for a in advantages]
+    tau = [STAPO["tau_p"] if args.stapo and a > 0 else 0 for a in advantages]
     pi = [plain_logprobs(policy, row, *settings).exp() for row in rows]
     unlikely = [values < limit for values, limit in zip(pi, tau)]
     candidates = torch.cat([x[y] for x, y in zip(entropies, unlikely)]).tolist()
-    bound = golden.quantile(candidates, args.stapo_quantile) if candidates else 0
+    bound = golden.quantile(candidates, STAPO["quantile"]) if candidates else 0
     return [~(x & (y < bound)) for x, y in zip(unlikely, entropies)]
 
 
@@ -649,11 +701,6 @@ def plain_training(policy, rollouts, stages, args):
                     if advantages[i] == 0 == args.kl_coef:
                         continue  # a response without a gradient
                     new, is_low = logprobs_of(policy, rows[i]), old[i].exp() < args.eta
-                    if args.without_bias:  # + Â Σ_a m(π) π at every response token
-                        pi = plain_distribution(policy, *rows[i], args.temperature).exp()
-                        part = {"low": pi < args.eta, "high": pi >= args.eta}[stage]
-                        factors = (args.alpha * pi.detach() + 1 - args.alpha) * part
-                        total += advantages[i] * (factors * pi).sum() / count
                     chosen &= {"all": chosen, "low": is_low, "high": ~is_low}[stage]
                     chosen &= (old[i] > -math.inf) & (new > -math.inf)  # in the safe vocabulary
                     fixed = old[i][chosen].tolist(), ref[i][chosen].tolist()
@@ -663,7 +710,6 @@ def plain_training(policy, rollouts, stages, args):
                         loss, kl, clip, slope = golden.token_terms(*inputs)
                         total += slope * x / count
                         terms = {"policy_loss": loss, "kl": kl, "updated_share": 1}
-                        terms |= {"ratio_mean": math.exp(x.item() - y)}
                         terms |= {f"clip_ratio/{side}_mean": clip == side for side in CLIPS}
                         sums.update({name: term / count for name, term in terms.items()})
                 norm = 0.0
@@ -683,8 +729,8 @@ def plain_training(policy, rollouts, stages, args):
             metrics[name] = counts[name]
         metrics |= {"step": step, "nonfinite_steps": 0}
         metrics["masked_share"] = counts["masked_tokens"] / len(stages) / metrics["rollout/tokens"]
-        columns = zip(prompts, texts, solutions, values)
-        yield metrics, [(step, *column) for column in columns][:2]
+        columns = zip(itertools.repeat(step), prompts, texts, values)
+        yield metrics, list(columns)[: 2 * args.group_size : args.group_size]
 
 
 CLIPS = ("low", "high", "dual")
@@ -695,30 +741,30 @@ OFF_DEFAULT = (
     "--save-every 0 "
 )
 CONSTANTS = {"weight_decay": 0.3, "max_grad_norm": 0.4, "clip_dual": 1.3}
-CONSTANTS |= {"stapo_tau": 0.1, "stapo_quantile": 0.6}
+STAPO = {"tau_p": 0.1, "quantile": 0.6}
 TRAINING = {  # flags: stages
     "--alpha 0.3 --eta 0.06 --kl-coef 0.5 --min-p 0.05 --passes 2": "low high low high",
     "--alpha 0.9 --eta 0.06 --order high-low --advantage reinforce++ --kl-coef 0": "high low",
     "--eta 0.06 --order high --kl-coef 0.2": "high",
-    "--stapo --kl-coef 0.3": "all",
-    "--alpha 0.7 --eta 0.06 --without-bias --kl-coef 0.3": "low high",
+    "--stapo --kl-coef 0.3 --passes 2": "all all",
     "--eta 0.06 --top-entropy 0.4 --kl-coef 0": "low high",
 }
 
 
-def trained(policy, flags, folder):
-    """Train by lopti.py; returns the arguments and the lines of metrics.jsonl."""
+def trained(policy, flags, folder, monkeypatch):
+    """Train by lopti.py on three prompts; returns the arguments and the lines of metrics.jsonl."""
     args = arguments(OFF_DEFAULT + f"{flags} --name run --output {folder}", **CONSTANTS)
-    optimizer = lopti.make_optimizer(policy, args)
-    run = lopti.Run(policy, TOKENIZER, optimizer, args)
-    reference, rows = lopti.make_reference(policy, args), [data_row(*x) for x in SOLUTIONS.items()]
-    run.train(reference, rows, rows)
-    return args, read_jsonl(run.folder / "metrics.jsonl")
+    rows = [data_row(*prompt) for prompt in SOLUTIONS.items()]
+    monkeypatch.setattr(lopti, "prepare", lambda args: (policy, TOKENIZER, rows, rows))
+    monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, []))
+    monkeypatch.setattr(lopti, "report", lambda *inputs: None)
+    lopti.train(args)
+    return args, read_jsonl(folder / "run" / "metrics.jsonl")
 
 
 @pytest.mark.parametrize("flags", TRAINING)
 def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
-    """Two steps of `Run.train` against a loop on the sampled ids that calls nothing of lopti.py.
+    """Two steps of `train` against a loop on the sampled ids that calls nothing of lopti.py.
 
     The weights, and every number of metrics.jsonl; the clock adds one at each look. Nowhere is
     there dropout.
@@ -731,7 +777,7 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
         return rollouts[-1]
 
     monkeypatch.setattr(lopti, "sample", recorded)
-    monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, None))
+    monkeypatch.setattr(lopti, "stapo_mask", functools.partial(lopti.stapo_mask, **STAPO))
     monkeypatch.setattr(lopti, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     # the rounding of entropies after the same prefix must not decide which are kept
     rounded = lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
@@ -739,7 +785,7 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     policy = random_model(hidden_size=16, eos_token_id=ENDS, attention_dropout=0.5).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
     start, plain = copy.deepcopy(policy), copy.deepcopy(policy)
-    args, metrics = trained(policy, flags, tmp_path)
+    args, metrics = trained(policy, flags, tmp_path, monkeypatch)
     expected, samples = zip(*plain_training(plain, rollouts, TRAINING[flags].split(), args))
     assert metrics == [pytest.approx(line, rel=1e-3, abs=1e-4) for line in expected]
     kept_samples = [tuple(row.values()) for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
@@ -753,18 +799,19 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     assert moved > 1 and (weights(policy) - weights(plain)).norm() < 1e-3 * moved
 
 
-def test_every_line_of_metrics_has_the_same_keys(tmp_path, monkeypatch):
-    """Also where all rewards are equal, and nothing is updated: here in the first step.
-
-    REINFORCE++ takes groups of one, and their deviation is 0.
-    """
-    values = iter([[0.0] * 12, [0.0, 1.0] * 6])
-    monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, None))
+@pytest.mark.parametrize("order", ["low-high", "high-low", "low", "high"])
+def test_no_token_on_one_side_of_eta(order, tmp_path, monkeypatch):
+    """The empty pass takes no step. Every line has the same keys, also where rewards are equal."""
+    values = iter([[0.0, 1.0] * 6, [0.0] * 12])
     monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(values))
-    flags = "--kl-coef 0 --eta 0.003 --advantage reinforce++ --group-size 1 --prompts-per-step 12"
-    _, (first, second) = trained(random_model(), flags, tmp_path)
-    assert first["optimizer_steps"] == 0 == second["skipped_steps"] < second["optimizer_steps"]
-    assert list(first) == list(second) and second["reward_std"] == 0
+    start, model = random_model(), random_model()
+    flags = f"--eta 1e-9 --kl-coef 0 --order {order} "
+    _, (first, second) = trained(model, flags, tmp_path, monkeypatch)
+    for name in order.split("-"):
+        assert (first[f"grad_norm/{name}"] > 0) == (name == "high")
+    assert torch.equal(weights(model), weights(start)) == (order == "low")
+    assert (first["optimizer_steps"] == 0) == (order == "low") and second["optimizer_steps"] == 0
+    assert first.keys() == second.keys()
 
 
 def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
@@ -794,11 +841,10 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     spy(monkeypatch, torch.nn.utils, "clip_grad_norm_", look)
     spy(monkeypatch, lopti, "token_logprobs", lambda logprobs, *_: kept.add(logprobs.dtype))
     flags = "--dtype bfloat16 --kl-coef 0.1 --steps 1 --mini-batch-size 0 --stapo "
-    args, (line,) = trained(policy, flags + "--tokens-per-microbatch 9999", tmp_path)
+    flags += "--tokens-per-microbatch 9999"
+    _, (line,) = trained(policy, flags, tmp_path, monkeypatch)
     assert line["kl"] == 0 < line["grad_norm/all"] and seen == {torch.bfloat16}
     assert kept == {torch.float32} and not torch.equal(weights(policy), before)
-    kinds = {parameter.dtype for parameter in lopti.make_reference(policy, args).parameters()}
-    assert kinds == {torch.bfloat16, torch.float32}
     assert lopti.make_reference(policy, arguments("--kl-coef 0")) is None
 
 
@@ -814,16 +860,18 @@ def test_evaluation_counts(place, monkeypatch):
         texts = ["no" if temperature and (i % 2 or i > 15) else r"\boxed{7}" for i in number]
         return SimpleNamespace(texts=texts)
 
+    seeds = []  # of all devices, not of the CPU alone
+    spy(monkeypatch, torch, "manual_seed", lambda _, seed: seeds.append(seed))
     fork = lambda devices, device_type: nullcontext(forked.extend([devices, device_type]))
     monkeypatch.setattr(lopti, "sample", fake_sample)
     monkeypatch.setattr(torch.random, "fork_rng", fork)
     policy = SimpleNamespace(device=torch.device(place))
     args = arguments("--task math --seed 7 --temperature 0.7")
     table, answered = lopti.evaluate(policy, TOKENIZER, rows, args)
-    assert seen == [(8, 1, 0), (8, 4, 1)]
+    assert seen == [(8, 1, 0), (8, 4, 1)] and seeds == [8]
     assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
     assert answered[0][1:3] == [(r"\boxed{7}", 1.0), ("no", 0.0)]
-    lines = lopti.evaluation_table({"before": table, "after": table}, "level").splitlines()
+    lines = rewards.TASKS["math"].table_text({"before": table, "after": table}).splitlines()
     assert [re.sub(" +", " ", line).strip() for line in lines] == [
         "level prompts before after",
         "greedy 10 3 0.67 [0.21, 0.94] 0.67 [0.21, 0.94]",
@@ -835,6 +883,7 @@ def test_evaluation_counts(place, monkeypatch):
         "pass@4 10 3 0.67 [0.21, 0.94] 0.67 [0.21, 0.94]",
         "pass@4 2 2 0.50 [0.09, 0.91] 0.50 [0.09, 0.91]",
         "pass@4 mean 0.58 0.58",
+        "reward mean 0.29 0.29",
     ]
 
 
@@ -848,154 +897,97 @@ def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
 
 
 def test_kk_answer():
-    scores = {
-        TRUTH: 3.0,
-        "JACKSON IS A KNAVE.\nJack is\ta  knight": 3.0,  # no matter the case, order and spacing
-        "Jack is a knight\nJackson is a knight": -0.5,  # complete but wrong
-        "Jack is a knight": -1.0,  # a name is missing
-        "Jack is a knight\nJack is a knave": -1.0,  # both roles for one name
-        TRUTH + "\nso there is one knight": -1.0,  # one role word too many
-        "Both are knights: " + TRUTH: -1.0,  # 'knights' counts as well
-        "Jack is a knight\nJackson is a knaves": -1.0,  # the count is right, the word is not
-        "Jackson is a knight\nJackson is a knave": -1.0,  # Jack is not inside Jackson
-        "(1) Zoey is a knight\n(2) Oliver is a knave": -1.0,  # copied from the prompt's example
-    }
-    assert {answer: kk(answer) for answer in scores} == scores
-
-
-def test_kk_broken_format():
-    responses = [
-        f"<answer>{TRUTH}</answer>",  # thinking never ends
-        f"</think><answer>{TRUTH}",
-        f"</think></think><answer>{TRUTH}</answer>",
-        f"<answer>{TRUTH}</answer></think>",  # wrong order
-        f"</think><answer>{TRUTH}</answer><answer>{TRUTH}</answer>",  # a second answer
-        f"The form is <answer> </answer>.</think><answer>{TRUTH}</answer>",  # copied tags
-        f"<think></think><answer>{TRUTH}</answer>",  # the prompt opened <think> already
-        *(None, [], [{"role": "assistant", "content": None}]),
-    ]
-    assert rewards.kk_reward(responses, [TRUTH] * 10) == [-3.0] * 10
-
-
-def test_kk_reads_from_the_prompt_whether_think_is_open():
-    for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
-        for prompt in (asked, user(asked)):
-            assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
-            assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
-
-
-def test_kk_names_of_several_words_stay_apart():
-    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave\n(3) Ann is a knave"
-    assert kk(truth, truth=truth) == 3.0
-    assert kk(truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth=truth) == -0.5
-    assert kk(truth.replace("(3) Ann", "(3) Jo Ann"), truth=truth) == -1.0
-    assert kk("Ann is a knight", truth="(1) Jo Ann is a knight") == -1.0
-    one_line = "Zoey is a knight, and Mary Ann is a knave."
-    assert kk("Mary Ann is a knave and Zoey is a knight", truth=one_line) == 3.0
+    """Not readable is an answer where a name is missing or has both roles, or with one role word
+    too many (knights counts as well); Jack is not inside Jackson, nor Ann inside Jo Ann."""
+    assert kk(TRUTH) == kk("JACKSON IS A KNAVE.\nJack is\ta  knight") == 3.0
+    assert kk("Jack is a knight\nJackson is a knight") == -0.5
+    unread = ("Jack is a knight", "Jack is a knight\nJack is a knave", TRUTH + "\nso one knight")
+    unread += ("Jackson is a knight\nJackson is a knave", "both are knights: " + TRUTH)
+    assert [kk(answer) for answer in unread] == [-1.0] * 5
+    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave, and Ann is a knave"
+    answers = (truth, truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth[:-16] + truth)
+    assert [kk(answer, truth=truth) for answer in answers] == [3.0, -0.5, -1.0]
     name = "a" * 50  # where each word could begin a name of any length, time is quadratic
     assert rewards.read_roles(f"{name} is a knight") == {name: "knight"}
     assert rewards.read_roles(f"a{name} is a knight") is None
 
 
-def test_wrong_arguments_are_reported_and_chats_count_by_their_last_message():
-    for function in (rewards.kk_reward, rewards.math_reward):
-        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
-            function(["", ""], [TRUTH])
+def test_kk_format_and_what_the_prompt_has_opened():
+    answer = f"<answer>{TRUTH}</answer>"  # unfinished, in wrong order, twice, with copied tags
+    responses = [answer, f"</think>{answer}"[:-2], f"{answer}</think>", f"</think>{answer}{answer}"]
+    responses += [f"<answer> </answer></think>{answer}", None, [], [{"content": None}]]
+    assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
+    for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
+        for prompt in (asked, user(asked)):
+            assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
+            assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
     for truth in ("nobody here", "(1) Ann is a knight\n(2) Ann is a knave", None):
         with pytest.raises(ValueError, match="row 1 of `solution` does not give each name one"):
             rewards.kk_reward(["a", "b"], [TRUTH, truth])
-    chat = [{"role": "user", "content": "8"}, {"role": "assistant", "content": r"\boxed{7}"}]
-    assert rewards.math_reward([chat, chat[:1], []], ["7"] * 3, level=[1, 2, 3]) == [1.0, 0.0, 0.0]
 
 
-def test_extract_boxed():
-    contents = {
-        r"\boxed{1} or \boxed{2}": "2",
-        r"\boxed{1} or \fbox{2}": "2",
-        r"\boxed{\frac{1}{2}} }": r"\frac{1}{2}",
-        r"$\boxed 5$ eggs": "5",
-        r"\boxed{\left\{ 1 \right.}": r"\left\{ 1 \right.",
-        r"\boxed{1}</think> I forgot.": None,
-        r"\boxed{1}</think> \boxed{2}": "2",
-        r"\boxed{1} no: \boxed{2": None,
-        r"\boxed{1} or \boxed{}": "",
-        r"\boxed{%s}" % ("9" * (rewards.MAX_BOX - 1)): "9" * (rewards.MAX_BOX - 1),
-        r"\boxed{%s}" % ("9" * rewards.MAX_BOX): None,  # a million braces are not counted
-        "the answer is 5": None,
-        **{
-            rf"\boxed{{3}}, {words}": "3"
-            for words in (r"in \boxed as told", r"(`\boxed`)", r"\fbox")
-        },
-    }
-    assert {text: rewards.extract_boxed(text) for text in contents} == contents
-    assert rewards.math_reward([r"\boxed{42}"], [r"$\boxed{42}$"]) == [1.0]
+BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || $\boxed 5$ eggs | 5
+\boxed{\left\{ 1 \right.} | \left\{ 1 \right. || \boxed{3}, in \boxed as told | 3
+\boxed{1}</think> no. | None || \boxed{1} no: \boxed{2 | None || \boxed{3} (`\boxed`) | 3"""
+
+
+def test_the_last_box_is_read():
+    for text, content in (row.split(" | ") for row in re.split(r" \|\| |\n", BOXES)):
+        assert str(rewards.extract_boxed(text)) == content, text
+    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * rewards.MAX_BOX)]
+    texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
+    assert rewards.math_reward(texts, [r"$\boxed{42}$"] * 4, level=[1] * 4) == [1.0, 0.0, 0.0, 1.0]
+    for function in (rewards.kk_reward, rewards.math_reward):
+        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
+            function(["", ""], [TRUTH])
 
 
 RIGHT = r"""
-11 | 11.0 | 011 | +11 | (11) | 11. | x = 11 | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2
-11 | \$11 | 11\% | 11^\circ | 11 square feet | 11 cm | \{11\} | \mathrm{11} | 11\ \mathrm{m/s^2}
-11 | 11cm | 11 \text{ cm}² | €11 | 11 miles per hour | 11\text{ sq. ft} | 11^{\text{th}} | 11 (feet)
-11 | PQ = 11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11 | x = 5 + 6 = 11 | \[ 11 \]
-5\text{ lb} | 5 pounds | 5 lbs  ;;  5 cm | 5\text{ centimetres} | 5  ;;  9\text{ goals} | 9
-\frac{3}{4} | 3/4 | .75 | \frac34 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
-\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  \frac12 | ½
-1200 | 1,200 | 1{,}200 | 1,\!200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
-3000000 | 3 million | 3\text{ million dollars} | 3\times10^6 | 3,000,000 | 3,\! 000,\! 000
+11 | 11.0 | 011 | +11 | (11) | 11. | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2 | \{11\}
+11 | \$11 | 11\% | 11^\circ | 11 square feet | \mathrm{11} | 11\ \mathrm{m/s^2} | \[ 11 \] | 11cm
+11 | 11\text{ cm}² | €11 | 11 miles per hour | 11^{\text{th}} | 11 (feet) | x = 5 + 6 = 11
+11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11  ;;  5 lb | 5 pounds | 5\text{ lbs} | 5
+\frac{3}{4} | 3/4 | .75 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
+\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  9\text{ goals} | 9
+1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
 2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
-\frac{\pi}{4} | \pi/4 | 0.25\pi | \frac14\cdot\pi | \theta = \frac{π}{4}
-\frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1 | \frac{-3 + \sqrt{33}}{3}
-2001+25i | 25i+2001  ;;  2000000000 | 2 billion  ;;  2^{10} | 1024 | 2^{ 10 }
-6 + 5 | 11 | 1.1 \times 10^1 | 5 + 6  ;;  1204_9 | 1204_{9}  ;;  \frac{2}{\sqrt5 + 1} | \frac{2}{1 + \sqrt5}
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1, 2 and 3 | 1; 2; 3  ;;  4 \times 10^{12} | 4·10^12
+\frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
+2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  6+5 | 11  ;;  \frac12 | ½
+\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5+1} | \frac{2}{1+\sqrt5}
 \pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
 x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
-(1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)
-[0, \infty) | \left[0,+\infty\right) | x \in [0, \infty) | [0, ∞)
-(-\infty,1)\cup(2,3] | (2,3] \cup (-\infty,1) | (-∞,1) ∪ (2,3]  ;;  x > 3 | 3 < x | x \gt 3
-x \neq 3 | x \ne 3 | x ≠ 3  ;;  \ln 2 | \ln(2) | \ln{2} | ln 2  ;;  \binom52 | \dbinom52
-3\ln 2 + 1 | 1 + 3\ln(2) | \ln(2) \cdot 3 + 1  ;;  \sin x | \sin(x) | \sin{x} | sin(x)
-x\sin 2x + \cos x | \cos(x) + \sin(2x)x  ;;  5 | 5 cm^2 | 5 m/s | 5 km/h | 5 m/s^2
--\frac12 | \frac{1}{-2} | \frac{-1}{2}  ;;  (n-2) 2^{n}+1 | 1$+$(n-2) 2^{n}
-x^2 + 2x + 9 | 9 + 2x + x^2 | x(x) + 9 + 2x  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23
-\frac{18+3c}{7} | (3c + 18)/7 | \frac{3(6+c)}{7}  ;;  x_1 + x_{2} | x_2 + x_{1}
-y = 2x + 1 | 1 + 2x | y = 1 + 2x  ;;  8:30\text{ a.m.} | 8:30 AM
-\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \begin{bmatrix} 0.5&0\\0&1\end{bmatrix}
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \left(\begin{array}{c} 1 \\ 2 \end{array}\right)
-\text{(B)} | B | (B)  ;;  \text{Monday} | monday  ;;  A,C | \text{C, A}  ;;  \text{Yes} | yes
+(1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
+x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8\text{ a.m.} | 8 AM
+\binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
+x^2 + 2x + 9 | 9 + 2x + x(x)  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23  ;;  (n-2) 2^{n} | 2^n(n-2)
+\frac{18+3c}{7} | (3c + 18)/7  ;;  \text{(B)} | B | (B)  ;;  \text{Yes} | yes  ;;  x \neq 3 | x ≠ 3
+\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \left[\begin{array}{c}.5&0\\0&1\end{array}\right]
+"""
+
+WRONG = r"""
+ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
+0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x  ;;  1/0 | 2/0
+A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 | x \ge 3 | x < 3
+\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM  ;;  25 | 5 cm^2
+5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
+5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
+5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5 xy | 5 x/y | 5 m/x
+5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
+x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5  ;;  x | -x | y
+\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
+\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin x | nis x | \sin 2x | \cos x
+\sqrt{2} | 1.41 | \sqrt[3]{2}  ;;  \ln(2)x | \ln(2x)  ;;  9^{9^9} | 9^{9^{8^9}}  ;;  (1,200) | 1200
+(1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  \begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 2)
 """
 
 # Right in value, but not answers: what is still to be done, or would be a copy of the question.
 UNFINISHED = r"""
 11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
-\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14 | \frac{1 + 2}{4}
-1024 | 2^{10} | 4^5 | 2^5\cdot 2^5  ;;  2104_5 | 427_8 | 279  ;;  279 | 2104_5
-3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 | \ln e | \cos 0  ;;  -1 | e^{i\pi}
-6 | \sqrt{15 - 6\sqrt{6}} + \sqrt{15 + 6\sqrt{6}}  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | 1 + 2 + 4i | i(4 - 3i)  ;;  -\frac12 | \frac{2}{-4}
-(4, 6) | (1 + 3, 2 + 4) | (1,2) + (3,4)  ;;  x > 3 | x > 1 + 2
-x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1
-"""
-
-WRONG = r"""
-ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes | 3 minutes 2 hours
-0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x
-A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1 | 2^{100}
-\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM | 8:31 AM
-5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
-5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
-5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5\text{ and a half}
-5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
-x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  a = 3, b = 4 | 4, 3 | b = 3, a = 4
-x \approx 2.1 | x \approx 5  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 + \sqrt2 | 1 \pm \sqrt2
-\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
-\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin^2 x | \sin x^2 | \sin x
-\sqrt{2} | 1.41 | 1.414214 | \sqrt[3]{2}  ;;  \ln 2 + 1 | \ln(2 + 1) | \ln 2
-\sin x | sinx | nis x | \sin 2x | \sin(x + 1) | \cos x  ;;  \ln(2)x | \ln(2x)
-5 | 5 xy | 5 x/y | 5 x^2 | 5 m/x  ;;  25 | 5 cm^2  ;;  x \neq 3 | x = 3 | x \neq 4
-100000000000000000000 | 100000000000000000001  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
-(1,200) | 1200  ;;  (1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  [1, 2) | (1, 2]
-\begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix} 1 & 2 \end{pmatrix} | [1, 2]
-x | -x | y | \sqrt{x^2}  ;;  x > 3 | x \ge 3 | x < 3  ;;  9^{9^{9}} | 9^{9^{8^9}}  ;;  1/0 | 2/0
+\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  1024 | 2^{10}
+3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
+3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)  ;;  279 | 2104_5  ;;  -1 | e^{i\pi}
+1 | \ln e | \cos 0  ;;  6 | \sqrt{36}
+x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  \frac{7}{3} | 2 2/6
 """
 
 
@@ -1005,16 +997,6 @@ def test_answers_match(table, right):
     pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
     assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
     assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
-
-
-def test_the_guide_s_reward_with_math_verify():
-    pytest.importorskip("math_verify")
-    guide, names = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8"), {}
-    (code,) = (x for x in re.findall(r"```python\n(.*?)```", guide, re.S) if "math_verify" in x)
-    exec(code, names)
-    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
-    solution = ["x < 4", "3", "5", "5"]
-    assert names["math_verify_reward"](texts, solution, level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
@@ -1027,8 +1009,8 @@ def test_others_give_the_same_rewards(path):
 
 
 PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ €
-\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ \lceil
-\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2 5cm 3am 5th"""
+\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ 5cm
+\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2"""
 
 
 def test_no_text_raises_or_hangs():
@@ -1047,13 +1029,13 @@ def test_no_text_raises_or_hangs():
 # ------------------------------------------------------------------------------ data
 
 
-def load_data(flags="", tokenizer=TOKENIZER, **files):
+def load_data(flags="", **files):
     """(training rows, evaluation rows) of `lopti.load_data`."""
-    return lopti.load_data(arguments(flags, **files), tokenizer)
+    return lopti.load_data(arguments(flags, **files), TOKENIZER)
 
 
-def load_rows(path, flags="--task math", tokenizer=TOKENIZER):
-    return rewards.load_rows(str(path), arguments(flags), tokenizer)
+def load_rows(path, flags="--task math"):
+    return rewards.load_rows(str(path), arguments(flags), TOKENIZER)
 
 
 LILY = "(1) Lily is a knave"
@@ -1077,217 +1059,106 @@ ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "verl": ("math", {**verl(user("1?"), "1"), "question": "1?"}, "<|user|>1?<|assistant|>", "1"),
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
     "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
-    "GSM8K, 0": ("math", {"question": "None?", "answer": 0}, "None?", "0"),
-    "DeepScaleR, 0": ("math", {"problem": "None.", "answer": 0}, "None.", "0"),
     "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
     "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
 }
-FORMATS = [(shape, suffix) for shape in ROWS for suffix in ("json", "parquet")]
-FORMATS += [(shape, "csv") for shape in ROWS if set(map(type, ROWS[shape][1].values())) == {str}]
 
 
-@pytest.mark.parametrize("shape, suffix", FORMATS)
-def test_every_shape_of_row_in_every_format(tmp_path, shape, suffix):
+@pytest.mark.parametrize("shape", ROWS)
+def test_every_shape_of_row_in_every_format(tmp_path, shape):
     """From a file to a prompt, and to a solution that the reward reads."""
     task, row, prompt, solution = ROWS[shape]
-    data, path = datasets.Dataset.from_list([row]), str(tmp_path / f"rows.{suffix}")
-    path += "l" if suffix == "json" else ""
-    getattr(data, f"to_{suffix}")(path)
-    flags = f"--task {task} --people 1 --eval-only --eval-data {path}"
-    training, (loaded,) = load_data(flags)
-    assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
-    assert loaded["difficulty"] == ("1" if task == "kk" else "all")
-    own = "prompt" in row and "quiz" not in row
-    assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
-    assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
+    data, own = datasets.Dataset.from_list([row]), "prompt" in row and "quiz" not in row
+    for suffix in ("jsonl", "parquet", "csv")[: 3 if {*map(type, row.values())} == {str} else 2]:
+        path = tmp_path / f"rows.{suffix}"
+        getattr(data, f"to_{suffix.removesuffix('l')}")(path)
+        training, (loaded,) = load_data(f"--task {task} --people 1 --eval-only --eval-data {path}")
+        assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
+        assert loaded["difficulty"] == ("1" if task == "kk" else "all")
+        assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
+        assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
 
 
 SHAPES = {
-    "K&K": lambda quiz, roles: {"quiz": quiz, "solution_text_format": roles},
-    "TRL": lambda quiz, roles: {"prompt": user(quiz), "solution": roles},
-    "verl": lambda quiz, roles: verl(user(CHAT.replace("Who", "The puzzle: " + quiz)), roles),
+    "K&K": lambda quiz: {"quiz": quiz, **KK_TRUTH},
+    "TRL": lambda quiz: {"prompt": user(quiz), "solution": LILY},
+    "verl": lambda quiz: verl(user(CHAT.replace("Who", "The puzzle: " + quiz)), LILY),
 }
 
 
-@pytest.mark.parametrize(("trained_in", "evaluated_in"), list(itertools.product(SHAPES, SHAPES)))
-def test_training_prompts_are_never_evaluation_prompts(tmp_path, capsys, trained_in, evaluated_in):
+@pytest.mark.parametrize(("trained_in", "evaluated_in"), [*itertools.product(SHAPES, SHAPES)])
+def test_no_training_prompt_is_an_evaluation_prompt(tmp_path, capsys, trained_in, evaluated_in):
     """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
     files = {}
     for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
-        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?", LILY) for x in part.split()]
+        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?") for x in part.split()]
         files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    training, evaluation = load_data("--people 1 --eval-size 1", **files)
-    assert len(training) == len(evaluation) == 1 and "who is c?" in training[0]["key"]
+    (row,), (_,) = load_data("--people 1 --eval-size 1", **files)
     told = "1 training and 1 of 2 evaluation prompts; 2 of 3 rows are also in --eval-data\n"
-    assert capsys.readouterr().out == told
+    assert "who is c?" in row["key"] and capsys.readouterr().out == told
 
 
 def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
-    """Never our problems: with a reward of one's own these say nothing."""
-    rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]  # each twice
+    """Our problems say nothing of his reward. What is there twice is not trained on."""
+    rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]
     files = {"data": write_jsonl(tmp_path / "own.jsonl", rows)}
     training, evaluation = load_data("--task math", **files)
-    assert len(evaluation) == 4 and not {x["key"] for x in training} & {
-        x["key"] for x in evaluation
-    }
-    assert all(row["key"].startswith("say") for row in evaluation)
+    assert not {row["key"] for row in training} & {row["key"] for row in evaluation}
+    assert [row["asked"][:3] for row in evaluation] == ["Say"] * 4
     assert f"; {40 - len(training)} of 40 rows are held out for eval" in capsys.readouterr().out
     assert load_data("--task math --seed 7", **files)[1] == evaluation  # of every run
-    files["data"] = write_jsonl(tmp_path / "one.jsonl", rows[:2])
+    write_jsonl(tmp_path / "own.jsonl", rows[:2])
     with pytest.raises(lopti.UserError, match="nothing is left to train on"):
         load_data("--task math", **files)
 
 
-def test_every_row_that_is_left_out_is_counted_with_its_reason(tmp_path, capsys):
-    pair = "(1) Ann is a knight (2) Bo is a knave"  # the reward reads one line, too
-    rows = [("Who?", pair), ("k?", "(1) Knightley is a knight (2) Bo is a knave"), ("No.", "")]
-    rows += [("\ud83d?", pair), ("One?", LILY), ("Why? " * 99, pair), ("A ?", pair)]
-    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
-    path = write_jsonl(tmp_path / "new.jsonl", [*rows[:-1], {**rows[-1], "of_one": 1}])
-    loaded = load_rows(path, "--people 2 --max-prompt-length 99")
-    assert [row["columns"]["of_one"] for row in loaded] == [None, 1]  # None: it is not missing
-    assert [row["asked"] for row in loaded] == ["Who?", "A ?"]
-    told = "new.jsonl: 7 rows, 4 left out: 1 whose solution --task kk cannot read (row 2), 1 with"
-    told += "out a prompt or a (boxed) solution (row 3), 1 with half a character (a lone surrogate)"
-    told += " (row 4), 1 longer than --max-prompt-length 99 (row 6)\n"
-    assert capsys.readouterr().out == told  # that --people leaves rows out is no news
-    with pytest.raises(
-        lopti.UserError, match="; 5 not of --people 3; its columns: quiz, sol.*, of_one"
-    ):
-        load_rows(path, "--people 3 --max-prompt-length 99")
-
-
 GOOD = {"problem": "2?", "answer": "2"}
-PARTS = [{"type": "text", "text": "2?"}]
-BAD = {  # the reason why a row is left out: such rows
-    "without a prompt or a (boxed) solution": [
-        *({**GOOD, "answer": x} for x in (None, math.nan, -math.inf, ["3"], {"a": 3}, "")),
-        *({"question": "2?", "answer": x} for x in (None, math.nan, ["3"])),
-        *({"problem": "2?", "solution": 2}, {"problem": "2?"}, {"question": "2?", "final": "2"}),
-        {"prompt": user("2?"), "reward_model": None},
-    ],
-    "that cannot be read": [
-        *({**GOOD, "problem": 5}, {"quiz": 5, "solution_text_format": "2"}),
-        *({"prompt": user(x), "solution": "2"} for x in (None, PARTS, 2)),
-    ],
-    "without columns": [7, None, [GOOD]],
-    "whose solution says that there is none": [
-        {**GOOD, "answer": x} for x in ("proof", "Not found")
-    ],
-    "whose solution is a list": [{**GOOD, "answer": x} for x in ('["2"]', "['2', '3']")],
-    "whose solution is a sentence": [{"question": "2?", "answer": "One and one are two, so 2"}],
-    "with LaTeX of which JSON has taken a part": [
-        *(
-            {**GOOD, "answer": f"3{x}"}
-            for x in ("\frac12", "\times 2", "\bar x", "\right)", "\neq 2")
-        ),
-        {**GOOD, "problem": "\frac12?"},
-    ],
-    "with choices that its question does not show": [{**GOOD, "choices": ["7", "8"]}],
+TEXT = [{"type": "text", "text": "2?"}]
+BAD = {  # why a row is left out: its answers, or its problems, or such rows
+    "without a prompt or a (boxed) solution": [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
+    "says that there is none": ["proof", "Not found", "None"],
+    "is a list": ['["2"]', "['2', '3']"],
+    "is a sentence": ["One and one are two, so 2"],
+    "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
 }
+BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
+PROBLEMS = {
+    "half a character": "\ud83d?",
+    "with LaTeX": "\frac12?",
+    "longer than --max": "Hm? " * 999,
+}
+BAD |= {why: [{**GOOD, "problem": x}] for why, x in PROBLEMS.items()}
+BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}]
+BAD["that cannot be read"] = [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)]
+BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
 
 
-@pytest.mark.parametrize(
-    ("reason", "bad"), [(why, row) for why, rows in BAD.items() for row in rows]
-)
-def test_a_bad_row_is_left_out_and_counted_with_its_number(bad, reason, tmp_path, capsys):
-    rows = load_rows(write_jsonl(tmp_path / "rows.jsonl", [GOOD, bad, {**GOOD, "options": ["2"]}]))
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, capsys):
+    rows = [GOOD, *BAD[reason], {**GOOD, "options": ["2"]}]
+    loaded = load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))
+    assert len(loaded) == 2 and set(map(str, loaded[0]["columns"])) >= {"problem", "options"}
     told = capsys.readouterr().out
-    assert len(rows) == 2 and told.startswith(f"rows.jsonl: 3 rows, 1 left out: 1 {reason} (")
-    assert told.endswith("(row 2)\n")
+    assert told.startswith(f"rows.jsonl: {len(rows)} rows, {len(rows) - 2} left out: ")
+    assert reason in told and " (row 2" in told
 
 
-def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
-    answers = [
-        "2",
-        "Yes",
-        r"\frac12\text{ hours}",
-        "8:30 AM",
-        r"\forall x",
-        "1,2",
-        r"\{1\}",
-        "9 / ",
-    ]
-    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "answer": x} for x in answers])
-    assert len(load_rows(path)) == 8
-    assert (
-        "left out: ; 3 solutions are compared as text: see math-verify" in capsys.readouterr().out
-    )
+def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
+    """--people leaves out silently, and what is left as text only is counted."""
+    rows = [("A?", "(1) Ann is a knight (2) Bo is a knave"), ("B?", LILY), ("C?", "(1) Knightley")]
+    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
+    with pytest.raises(lopti.UserError, match="columns: quiz, solution_text_format; .* --people 3"):
+        load_rows(path, "--people 3")
+    answers = ["2", "Yes", r"\frac12\text{ hours}", "8:30 AM", r"\forall x", "1,2", r"\{1\}", "9/"]
+    assert len(load_rows(write_jsonl(Path(path), [{**GOOD, "answer": x} for x in answers]))) == 8
+    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
+    told += "a.jsonl: 8 rows, 0 left out: 3 compared as text (see math-verify in data/GUIDE.md)\n"
+    assert capsys.readouterr().out == told
 
 
-def test_csv_files(tmp_path, capsys):
-    """Of Excel, with a cell too many, and with two columns of one name."""
-    path = tmp_path / "rows.csv"
-    path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
-    (row,) = load_rows(path)
-    assert row["columns"] == {**GOOD, "note": ""}
-    assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
-    path.write_text("problem,answer,answer\n2?,2,3\n")
-    with pytest.raises(lopti.UserError, match="two columns of one name"):
-        load_rows(path)
-
-
-def test_stored_values_are_read_as_they_were_meant(tmp_path):
-    kinds = {"b": datasets.Value("binary"), "f": datasets.Value("float32")}
-    kinds["c"] = datasets.ClassLabel(names=["no", "yes"])
-    for name, value, text in (("b", b"2", "2"), ("f", 0.3, "0.3"), ("c", 1, "yes")):
-        features = datasets.Features({"problem": datasets.Value("string"), "answer": kinds[name]})
-        data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
-        data.to_parquet(tmp_path / "a.parquet")
-        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [text]
-    data.select([]).to_parquet(tmp_path / "a.parquet")
-    with pytest.raises(lopti.UserError, match="it has no rows"):
-        load_rows(tmp_path / "a.parquet")
-
-
-def test_one_level_makes_one_group(tmp_path):
-    levels = [1, 1.0, "1", "1.0", None, "", math.nan, "Level 5"]
-    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": x} for x in levels] + [GOOD])
-    expected = ["1"] * 4 + ["all"] * 3 + ["Level 5", "all"]
-    assert [row["difficulty"] for row in load_rows(path)] == expected
-
-
-def test_prompts_begin_as_the_model_is_used_to():
-    """Llama's tokenizer puts a token before every text: once; a chat template has its own."""
-    tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
-    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
-    first = [("<|bos|>", tokenizer.bos_token_id)]
-    tokenizer._tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=first)
-    assert rewards.render_prompt(tokenizer, user("Lily")) == "<|user|>Lily<|assistant|>"
-    words = f"{task.system}\n\nLily"
-    tokenizer.chat_template = None  # a base model
-    asked = tokenizer, task.messages("Lily"), task.opening
-    assert rewards.render_prompt(*asked) == f"<|bos|>{words}\n\n<think>"
-    assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
-    rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
-    assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
-    marks = "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>"
-    for mark in marks:
-        assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
-
-
-TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content }}{% endfor %}"
-REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-
-
-@pytest.mark.parametrize("template", [REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"])
-def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
-    """Gemma's refuses a system message, others drop it; DeepSeek's opens <think> itself."""
-    tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
-    tokenizer.chat_template = template
-    text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
-    assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
-    assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
-    for template, reason in (
-        ("{{ messages[-1].content[0].text }}", "leaves out"),
-        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-    ):
-        tokenizer.chat_template = template
-        with pytest.raises((lopti.UserError, TemplateError), match=reason):
-            rewards.render_prompt(tokenizer, task.messages("Lily"))
-
-
-def test_data_are_read_as_they_are_written(tmp_path):
+def test_data_are_read_as_they_are_written(tmp_path, capsys):
     """No dates, floats or lines are made of what is text, a long number, or one line. A mark at the
     beginning, empty lines, capitals in the name and 1e+20 for a number are nobody's intention."""
     problem = "Two\u2028lines?"
@@ -1300,17 +1171,70 @@ def test_data_are_read_as_they_are_written(tmp_path):
         loaded = load_rows(tmp_path / name)
         assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
         assert all(problem in row["prompt"] for row in loaded)
+    levels = {1: "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
+    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": level} for level in levels])
+    assert [row["difficulty"] for row in load_rows(path)] == list(levels.values())
+    path = tmp_path / "a.csv"  # of Excel, with a cell too many, and with two columns of one name
+    path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
+    assert [row["columns"] for row in load_rows(path)] == [{**GOOD, "note": ""}]
+    assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
+    path.write_text("problem,answer,answer\n2?,2,3\n")
+    with pytest.raises(lopti.UserError, match="two columns of one name"):
+        load_rows(path)
+    for name, value, meant in (("binary", b"2", "2"), ("float32", 0.3, "0.3"), ("yes", 1, "yes")):
+        kind = datasets.ClassLabel(names=["no", name]) if name == meant else datasets.Value(name)
+        features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
+        data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
+        data.to_parquet(tmp_path / "a.parquet")
+        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [meant]
 
 
 def test_a_data_set_with_configurations_and_splits(tmp_path):
     """The form in which the hub holds the paper's data: name:configuration:split+split."""
-    card = "---\nconfigs:\n- config_name: train\n  data_files:\n"
-    for name in "ab":
-        write_jsonl(tmp_path / f"{name}.jsonl", [{"quiz": name, **KK_TRUTH}] * 2)
-        card += f"  - split: {name}\n    path: {name}.jsonl\n"
-    (tmp_path / "README.md").write_text(card + "---\n")
+    files = [write_jsonl(tmp_path / f"{x}.jsonl", [{"quiz": x, **KK_TRUTH}] * 2) for x in "ab"]
+    parts = "".join(f"  - split: {Path(x).stem}\n    path: {Path(x).name}\n" for x in files)
+    card = f"---\nconfigs:\n- config_name: train\n  data_files:\n{parts}---\n"
+    (tmp_path / "README.md").write_text(card)
     rows = load_rows(f"{tmp_path}:train:a+b", "--people 1")
     assert [row["asked"] for row in rows] == ["a", "a", "b", "b"]
+
+
+def test_prompts_begin_as_the_model_is_used_to():
+    """Llama's tokenizer puts a token before every text: once; a chat template has its own."""
+    tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    first = [("<|bos|>", tokenizer.bos_token_id)]
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=first)
+    assert rewards.render_prompt(tokenizer, user("Lily")) == "<|user|>Lily<|assistant|>"
+    tokenizer.chat_template = None  # a base model
+    text = rewards.render_prompt(tokenizer, task.messages("Lily"), task.opening)
+    assert text == f"<|bos|>{task.system}\n\nLily\n\n<think>"
+    assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
+    rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
+    assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
+    for mark in rewards.CHAT_MARKS:
+        assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
+
+
+TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content }}{% endfor %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def test_a_chat_template_loses_nothing_and_adds_nothing_twice():
+    """Gemma's refuses a system message, others drop it; DeepSeek's opens <think> itself."""
+    tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
+    for template in (REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"):
+        tokenizer.chat_template, tokenizer.unk_token = template, TOKENIZER.unk_token
+        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+        assert task.system not in text  # which the bundled vocabulary cannot write
+        tokenizer.unk_token = None
+        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
+        assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
+        assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
+    for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
+        tokenizer.chat_template = broken  # the first is for content in parts
+        with pytest.raises((lopti.UserError, TemplateError), match="leaves out"):
+            rewards.render_prompt(tokenizer, task.messages("Lily"))
 
 
 def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
@@ -1321,84 +1245,74 @@ def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
     epochs = [tuple(order[start : start + 10]) for start in range(0, 40, 10)]
     assert len(set(epochs)) == 4 and all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert batches(4, 0, skip=3) == batches(4, 0)[3:] and batches(4, 0) != batches(4, 1)
-    assert set(Counter(batches(20, 0)[0]).values()) == {2}  # a batch of two epochs
 
 
 class FromTheData:  # a callable without a name of its own; other tests have plain functions
     def __call__(self, completions, value, prompts, **columns):
-        answer = value if len(value) != 2 or value[0] != "set" else {1: 0.5, 2: 0.5}
-        completions.clear(), prompts.clear(), columns["solution"].clear()
-        return value.pop() if isinstance(value[0], list) else answer
+        for column in (completions, prompts, columns["solution"], columns["nested"][0]):
+            column.clear()  # a function that changes what it gets
+        return {1: 0.5, 2: 0.5} if value[0] == "dictionary" else value
 
 
 from_the_data = FromTheData()
 
 
 def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
-    """It gets a copy of every column of every row, as in TRL, and strings; it returns one finite
-    number a response. A file of one's own is not ours of the same name."""
-    flags = f"--reward {__name__}:from_the_data --solved-reward 1"
-    bad = ((None, 1), (1, math.nan), (1, math.inf), ([1, 2, 3],) * 2, ("set", 1), ("a", "b"))
-    for values in ((0, 6.5), ([1.0, 0], [0, 6.5]), *bad):
-        rows = [{**data_row("?"), "columns": {"value": value}} for value in values]
+    """It gets copies of every column of every row, as in TRL; it returns one finite number a
+    response. A file of one's own is not ours of the same name; a question gets no words of ours."""
+    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
+    bad = ((None, 1), (1, math.nan), (1, math.inf), (1, 2, 3), ("dictionary", 1), ("a", "b"))
+    for values in ((0, 6.5), *bad):
+        rows = [{**data_row("?"), "columns": {"value": x, "nested": [1]}} for x in values]
         texts, before = ["a", "b"], copy.deepcopy(rows)
         with pytest.raises(lopti.UserError, match="from_") if values in bad else nullcontext():
-            assert lopti.compute_rewards(texts, rows, arguments(flags)) == [0.0, 6.5]
-        assert texts == ["a", "b"] and str(rows) == str(before)
-    row = {"question": "Why?", "answer": "Because the earth turns around the sun"}
-    (loaded,) = load_rows(write_jsonl(tmp_path / "a.jsonl", [row]), f"--task math {flags}")
-    assert loaded["prompt"] == "<|user|>Why?<|assistant|>"  # no word of ours: no \\boxed{}
+            assert lopti.compute_rewards(texts, rows, args) == [0.0, 6.5]
+        assert texts == ["a", "b"] and rows == before
+    row, args.task = {"question": "Why?", "answer": "The earth turns around the sun"}, "math"
+    (loaded,) = rewards.load_rows(write_jsonl(tmp_path / "a.jsonl", [row]), args, TOKENIZER)
+    assert loaded["prompt"] == "<|user|>Why?<|assistant|>"
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rewards.py").write_text("def kk_reward(**columns): return [1.0]")
+    Path("rewards.py").write_text("def kk_reward(**columns): return [1.0]")
     with pytest.raises(lopti.UserError, match="rename your file"):
         rewards.load_function("rewards:kk_reward")
 
 
+def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
+    pytest.importorskip("math_verify")
+    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    (code,) = [x for x in guide.split("```") if x.startswith("python\n") and "math_verify" in x]
+    (tmp_path / "my_reward.py").write_text(code.removeprefix("python\n"))
+    monkeypatch.chdir(tmp_path)
+    reward = rewards.load_function("my_reward:math_verify_reward")
+    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
+    assert reward(texts, ["x < 4", "3", "5", "5"], level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
 # ------------------------------------------------------------------------------ flags and runs
 
-TINY_FLAGS = f"""--advantage grpo --alpha 0 --eta 0 --order low-high --passes 1
-    --top-entropy 0 --min-p 0 --clip-low 0.2 --clip-high 0.24 --kl-coef 0.001
-    --prompts-per-step 16 --group-size 8 --temperature 1 --max-prompt-length 400
-    --max-new-tokens 256 --sample-batch-size 256 --learning-rate 1e-4 --mini-batch-size 64
-    --tokens-per-microbatch 2048 --steps 24 --task kk --model {TINY} --solved-reward 3
-    --people 2 3 --dtype auto --device auto --eval-every 0 --eval-size 100 --eval-samples 4
-    --show 0 --save-every 10 --output runs --seed 0 """
-PAPER_FLAGS = """--prompts-per-step 64 --temperature 0.7 --max-new-tokens 4096 --learning-rate 1e-6
-    --mini-batch-size 256 --tokens-per-microbatch 4096 --gradient-checkpointing
-    --sample-batch-size 104 --eval-every 50 --save-every 20 """
-SPLITS = "3ppl+4ppl+5ppl+6ppl+7ppl"
-ALL_FLAGS = {  # short: all that they stand for
-    "": TINY_FLAGS,
-    "--task math": f"""{TINY_FLAGS} --task math --solved-reward 1 --prompts-per-step 64
-        --mini-batch-size 256 --sample-batch-size 512""",
-    f"@{ROOT}/data/kk.flags": f"""{TINY_FLAGS} {PAPER_FLAGS} --model Qwen/Qwen2.5-3B-Instruct
-        --people 3 4 5 6 7 --steps 351 --data K-and-K/knights-and-knaves:train:{SPLITS}
-        --eval-data K-and-K/knights-and-knaves:test:{SPLITS}""",
-    f"@{ROOT}/data/math.flags": f"""{TINY_FLAGS} {PAPER_FLAGS} --model Qwen/Qwen2.5-3B
-        --task math --solved-reward 1 --steps 781 --data agentica-org/DeepScaleR-Preview-Dataset
-        --eval-data HuggingFaceH4/MATH-500::test""",
+PAPER = {"prompts_per_step": 64, "group_size": 8, "temperature": 0.7, "max_new_tokens": 4096}
+PAPER |= {"learning_rate": 1e-6, "mini_batch_size": 256, "clip_low": 0.2, "clip_high": 0.24}
+PAPER |= {"kl_coef": 0.001, "clip_dual": 10.0, "weight_decay": 0.01, "max_grad_norm": 1.0}
+OURS = {"prompts_per_step": 16, "temperature": 1.0, "max_new_tokens": 256, "mini_batch_size": 64}
+OURS |= {"learning_rate": 1e-4, "steps": 24, "alpha": 0, "eta": 0, "passes": 1, "eval_samples": 4}
+SETTINGS = {  # of these flags
+    "": {**PAPER, **OURS, "solved_reward": 3, "model": str(TINY), "dtype": "float32"},
+    "--task math": {"solved_reward": 1, "prompts_per_step": 64, "mini_batch_size": 256},
+    f"@{ROOT}/data/kk.flags": {**PAPER, "steps": 351, "task": "kk", "dtype": "bfloat16"},
+    f"@{ROOT}/data/math.flags": {**PAPER, "steps": 781, "task": "math", "solved_reward": 1},
 }
 
 
-@pytest.mark.parametrize("flags", ALL_FLAGS)
-def test_every_default_and_both_files_of_flags_are_these(flags):
-    args, off = arguments(flags), ["stapo", "reward", "eval_only", "resume", "name", "without_bias"]
-    off += [] if "@" in flags else ["gradient_checkpointing", "data", "eval_data"]
-    assert args == arguments(ALL_FLAGS[flags]) and not any(getattr(args, name) for name in off)
-    constants = {"weight_decay": 0.01, "max_grad_norm": 1.0, "clip_dual": 10.0}
-    constants |= {"stapo_tau": 0.002, "stapo_quantile": 0.75}
-    assert constants.items() <= vars(args).items()
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_the_paper_s_and_our_settings(flags):
+    args = vars(arguments(flags))
+    assert {name: args[name] for name in SETTINGS[flags]} == SETTINGS[flags]
     assert arguments(f"{flags} --steps 9").steps == 9  # a later flag wins
 
 
-def test_help_names_every_flag_and_the_pages_no_other(monkeypatch):
-    """Also on a terminal that has no α."""
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    with pytest.raises(SystemExit):
-        lopti.main(["--help"])
-    text = terminal.buffer.getvalue().decode()
-    for name in vars(arguments()).keys() - lopti.CONSTANTS:
+def test_help_names_every_flag_and_the_pages_no_other():
+    text = lopti.build_parser().format_help()
+    for name in vars(arguments()).keys() - {"weight_decay", "max_grad_norm", "clip_dual"}:
         assert "--" + name.replace("_", "-") in text
     pages = (ROOT / "README.md", ROOT / "data" / "GUIDE.md")
     readme = "\n".join(page.read_text(encoding="utf-8") for page in pages)
@@ -1408,42 +1322,20 @@ def test_help_names_every_flag_and_the_pages_no_other(monkeypatch):
         assert any(hasattr(module, name) for module in (lopti, rewards, theory)), name
 
 
-def test_the_readme_says_claims_in_words():
-    """Its prose has few numbers and no intervals: those stand in RESULTS.md."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    prose = re.sub(r"```.*?```|^\|.*?$|^!.*?$|\]\(.*?\)", "", text, flags=re.DOTALL | re.MULTILINE)
-    numbers, words = re.findall(r"(?<![\w.])\d[\d.]*", prose), prose.split()
-    assert len(numbers) / len(words) < 0.05 and text.count("±") <= 6
-    assert len(words) < 850 and len(text.encode()) < 7500
-
-
-def test_resume_changes_only_what_does_not_change_the_run(tmp_path):
+def test_resume_changes_only_what_does_not_change_the_run(tmp_path, capsys):
     config = vars(arguments("--alpha 0.3"))
     (tmp_path / "config.json").write_text(json.dumps(config))
     free = "--steps 9 --sample-batch-size 1 --tokens-per-microbatch 9 --gradient-checkpointing "
     args = arguments(f"--resume {tmp_path} --save-every 1 --eval-every 2 --device cpu {free}")
-    changed = {name for name, value in vars(args).items() if value != config[name]}
-    assert len(changed) == 8 and args.alpha == 0.3
-    (tmp_path / "config.json").write_text(json.dumps(dict.fromkeys(config)))  # null: all differ
-    every = "--without-bias --stapo --data d --eval-data d --reward r --eval-only --name n"
-    with pytest.raises(lopti.UserError, match="cannot change") as error:
-        arguments(f"--resume {tmp_path} {TINY_FLAGS} {every}")
-    fixed = config.keys() - changed - lopti.CONSTANTS.keys()
-    assert fixed <= set(re.findall(r"\w+", str(error.value)))
-
-
-@pytest.mark.parametrize("able, dtype", [(True, "bfloat16"), (False, "float32")])
-def test_bfloat16_where_the_gpu_has_it(able, dtype, monkeypatch):
-    monkeypatch.setattr(lopti, "choose_device", lambda name: SimpleNamespace(type="cuda"))
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda emulated: able)
-    args = arguments("--model nothing/there")
-    with pytest.raises(lopti.UserError):
-        lopti.run_command(args)
-    assert args.dtype == dtype
+    assert sum(value != config[name] for name, value in vars(args).items()) == 8
+    assert args.alpha == 0.3
+    for flag in ("--alpha 0.3", "--stapo", "--people 2", "--seed 1", "--name n"):
+        refusal = refused(capsys, f"--resume {tmp_path} {flag}")
+        assert f"cannot change {flag.split()[0][2:]}" in refusal
 
 
 FLAGS = (
-    "--steps 4 --save-every 1 --alpha 0.3 --eta 0.5 --people 2 --prompts-per-step 2 --group-size 4 "
+    "--steps 4 --save-every 2 --alpha 0.3 --eta 0.5 --people 2 --prompts-per-step 2 --group-size 4 "
     "--max-new-tokens 24 --mini-batch-size 4 --eval-size 1 --eval-samples 1 --eval-every 2 "
     f"--reward {__name__}:vowels_modulo_3 --solved-reward 1 "
 )
@@ -1453,10 +1345,6 @@ PROCESSES.set_forkserver_preload(["torch", "transformers", "datasets", "lopti"])
 
 def main(flags):
     return lopti.main(flags.split())
-
-
-def checkpoints(folder):
-    return sorted(path.name for path in (folder / "checkpoints").glob("*"))
 
 
 def lasting_metrics(folder):
@@ -1490,53 +1378,70 @@ def run_copy(finished_run, tmp_path):
 
 
 def test_what_a_run_tells_at_its_end(capsys):
-    """By hand: the shortest puzzle that became right, without reasoning; lines of numbers."""
+    """By hand: before and after, the shortest puzzle that became right, first and last numbers."""
     rows = [{"asked": text} for text in ("long, became right", "became right", "was right", "")]
-    answers = lambda *rewards: [[("<think></think> b", reward)] for reward in rewards]
-    before, after = answers(-3, 0, 3, 0), answers(3, 3, 3, 0)
-    lopti.show_learned(rows, before, after, arguments())
-    assert capsys.readouterr().out.splitlines()[2:] == ["became right", "before: b", "after:  b"]
-    lopti.show_learned(rows[2:], before[2:], after[2:], arguments())
-    assert not capsys.readouterr().out
-    lines = [{"accuracy": x, "low_probability_share": x / 2} for x in (0.25, 0.5, 1.0)]
-    text = lopti.paper_in_numbers(lines, 0.5).splitlines()
-    assert text[0].endswith("▃▅█ 0.25 → 1.00") and "12 and 50 % of the tokens" in text[1]
-    for line, norm in zip(lines, (0.5, 0.6, 0.7)):
-        line |= {"grad_norm/low": norm, "grad_norm/high": norm / 2}
-    text = lopti.paper_in_numbers(lines, 0.5).splitlines()
-    assert "length 0.50 and 0.70, that of all other tokens 0.25 and 0.35" in text[2]
+    greedy = lambda *rewards: [("<think></think> b", reward) for reward in rewards]
+    tables = [{"2": {"prompts": 4, "greedy": (x, 0, 1), "reward": (x,)}} for x in (0.25, 0.75)]
+    evaluations = [
+        {"step": step, "table": table, "greedy": answers}
+        for step, table, answers in zip((0, 9), tables, (greedy(-3, 0, 3, 0), greedy(3, 3, 3, 0)))
+    ]
+    steps = [{"accuracy": x, "low_probability_share": x / 2} for x in (0.25, 0.5, 1.0)]
+    steps = [{**line, "grad_norm/low": 2 * line["accuracy"]} for line in steps]
+    lopti.report({"evaluations": evaluations, "metrics": steps}, rows, arguments())
+    text = capsys.readouterr().out
+    assert "after 9 steps" in text and re.search(r"greedy +mean +0.25 +0.75\n", text)
+    assert "\nbecame right\nbefore: b\nafter:  b\n" in text
+    assert "▃▅█" in text and "grad_norm/high" not in text
+    found = re.findall(r"^(\S+) +(\S+) → (\S+)$", text, re.MULTILINE)
+    assert found == [
+        ("accuracy", "0.25", "1.00"),
+        ("low_probability_share", "0.12", "0.50"),
+        ("grad_norm/low", "0.50", "2.00"),
+    ]
+    lopti.report({"evaluations": evaluations[:1], "metrics": []}, rows, arguments())
+    assert "learned" not in capsys.readouterr().out
 
 
 def test_what_a_run_leaves_behind(finished_run):
     steps = read_jsonl(finished_run / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
-    config = json.loads((finished_run / "config.json").read_text(encoding="utf-8"))
-    assert config["alpha"] == 0.3 and config["dtype"] == "float32"
+    config = json.loads((finished_run / "config.json").read_text())
+    assert config["alpha"] == 0.3 and config["torch"] == torch.__version__
     assert [row["step"] for row in read_jsonl(finished_run / "evaluations.jsonl")] == [0, 2, 4]
-    assert checkpoints(finished_run) == ["step-000004"]
+    samples = read_jsonl(finished_run / "samples.jsonl")
+    assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert samples[0]["prompt"] != samples[1]["prompt"]  # of two groups
     before, after = (lopti.load_model(path, "cpu")[0] for path in (TINY, finished_run / "final"))
     assert not torch.equal(weights(before), weights(after))
 
 
-def test_what_follows_the_last_step_loses_nothing(finished_run, run_copy, monkeypatch):
-    """A run that was killed before final/ was written; one that is stopped while it evaluates."""
-    shutil.rmtree(run_copy / "final")
-    assert main(f"--resume {run_copy}") == 0
-    assert_same_run(run_copy, finished_run)
-    asked = iter([[], [], [signal.SIGTERM]])  # at the third call: the first of the evaluation
-    ask = lambda *_: [signal.raise_signal(number) for number in next(asked)]
+@pytest.mark.parametrize("calls", [0, 4, 5, 9])  # of `sample`: check, evaluations, steps
+def test_stopped_and_resumed_to_the_last_bit(calls, finished_run, tmp_path, monkeypatch, capsys):
+    """Ctrl-C in an evaluation, in a step, after a checkpoint: the same batches, samples, lines."""
+    folder, numbers = tmp_path / "stopped", iter([[]] * calls + [[signal.SIGINT]])
+    ask = lambda *_: [signal.raise_signal(number) for number in next(numbers, [])]
     spy(monkeypatch, lopti, "sample", ask)
-    assert main(f"--resume {run_copy} --steps 5 --save-every 0") == 130
-    assert checkpoints(run_copy) == ["step-000005"]
+    assert main(FLAGS + f"--name stopped --output {tmp_path}") == 130
+    told = capsys.readouterr().err
+    monkeypatch.undo()
+    if calls == 0:  # no run has begun
+        return
+    saved = int(re.search(r"--resume \S+ goes on after step (\d)", told)[1])
+    assert saved == 2 * (calls > 4) + 2 * (calls > 8)
+    with open(folder / "metrics.jsonl", "a") as stream:
+        stream.write('{"step": 3')  # torn by a crash
+    assert main(f"--resume {folder}") == 0
+    assert_same_run(folder, finished_run)
 
 
 @slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("LOPTI_KILLS", "3"))))
 def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
-    """SIGKILL at two random moments (seed 0: none); the same bits. LOPTI_KILLS=20 for more."""
+    """SIGKILL at two random moments; the same bits. LOPTI_KILLS=20 for more."""
     folder, rng = tmp_path / "killed", random.Random(seed)
     flags = FLAGS + f"--name killed --output {tmp_path}"
-    for _ in range(2 if seed else 0):
+    for _ in range(2):
         process = PROCESSES.Process(target=main, args=(flags,))
         process.start()
         while not (folder / "config.json").exists():
@@ -1546,57 +1451,29 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
         process.kill()
         process.join()
         flags = f"--resume {folder}"
-    shutil.rmtree(folder / "final", ignore_errors=True)  # killed just before that was written
     assert main(flags) == 0
     assert_same_run(folder, finished_run)
 
 
-STOPS = {  # what is called when a signal comes, its calls before, the signals, the steps
-    "in step 2, after it": ("group_advantages", 1, [signal.SIGINT], 2),
-    "asked twice, at once": ("group_advantages", 1, [signal.SIGINT, signal.SIGTERM], 1),
-    "in the second evaluation, at once": ("sample", 5, [signal.SIGTERM], 2),
-}
-
-
-@slow
-@pytest.mark.parametrize("stop", STOPS)
-def test_asked_to_stop_it_saves(stop, finished_run, tmp_path, monkeypatch, capsys):
-    """What is done; and a line that a crash has torn does not hinder --resume."""
-    place, before, asked, steps = STOPS[stop]
-    folder, numbers = tmp_path / "asked", iter([[]] * before + [asked])
-    ask = lambda *_: [signal.raise_signal(number) for number in next(numbers, [])]
-    spy(monkeypatch, lopti, place, ask)
-    assert main(FLAGS + f"--save-every 0 --name asked --output {tmp_path}") == 130
-    assert "--resume" in capsys.readouterr().err
-    lines = {path.name: path.read_text().count("\n") for path in folder.glob("*.jsonl")}
-    assert lines["metrics.jsonl"] == steps and lines["evaluations.jsonl"] == 1
-    assert checkpoints(folder) == ["step-000002"] * (steps == 2)
-    monkeypatch.undo()
-    for file, torn in (("evaluations", '{"step": 2, "table": {"2": {}'), ("metrics", '{"step": 3')):
-        with open(folder / f"{file}.jsonl", "a") as stream:
-            stream.write(torn)
-    assert main(f"--resume {folder}") == 0
-    assert_same_run(folder, finished_run)
-    assert checkpoints(folder) == ["step-000002"] * (steps == 2)  # --save-every 0: no other
-
-
 def refused(capsys, flags):
     """The one sentence with which the program refuses: exit code 2, no traceback."""
-    code = main(flags)
+    try:
+        code = main(flags)
+    except SystemExit as stop:  # by argparse
+        code = stop.code
     lines = capsys.readouterr().err.strip().splitlines()
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("lopti.py: "), (code, lines)
+    assert code == 2 and len(lines) == 1 and re.match(r"\S+\.py: ", lines[0]), (code, lines)
     return lines[0]
 
 
 def test_a_damaged_checkpoint_is_named(run_copy, capsys):
     """A lost tensor; a pickle that would run code."""
-    newest = run_copy / "checkpoints" / "step-000004"
-    tensors = load_file(newest / "model.safetensors")
-    save_file({"other." + name: tensors[name] for name in tensors}, newest / "model.safetensors")
-    assert "step-000004" in refused(capsys, f"--resume {run_copy}")
-    save_file(tensors, newest / "model.safetensors", metadata={"format": "pt"})
-    torch.save({"step": 4, "code": os.system}, newest / "training_state.pt")
-    assert "step-000004" in refused(capsys, f"--resume {run_copy}")
+    path = run_copy / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    del state["policy"]["model.norm.weight"]
+    for damaged in (state, {"step": 4, "code": os.system}):
+        torch.save(damaged, path)
+        assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
 
 
 def test_a_full_disk_or_another_process_leaves_the_checkpoint(run_copy, capsys, monkeypatch):
@@ -1604,94 +1481,38 @@ def test_a_full_disk_or_another_process_leaves_the_checkpoint(run_copy, capsys, 
         Path(path).write_bytes(b"half a file")
         raise OSError(28, "No space left on device")
 
+    checkpoint = (run_copy / "checkpoint.pt").read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", full)
-        assert "step-000005" in refused(capsys, f"--resume {run_copy} --steps 5")
-    pytest.importorskip("fcntl")  # which locks also against a second run of the same process
-    other = lopti.Run(None, None, None, arguments(FLAGS + f"--name other --output {run_copy}"))
-    assert "another process" in refused(capsys, f"--resume {other.folder}")
-    assert main(f"--resume {run_copy} --steps 5") == 0 and checkpoints(run_copy) == ["step-000005"]
+        assert "--resume goes on" in refused(capsys, f"--resume {run_copy} --steps 5")
+    assert (run_copy / "checkpoint.pt").read_bytes() == checkpoint
+    fcntl = pytest.importorskip("fcntl")  # which locks also against the same process
+    with (run_copy / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        assert "another process" in refused(capsys, f"--resume {run_copy}")
+    assert main(f"--resume {run_copy} --steps 5") == 0
+    assert torch.load(run_copy / "checkpoint.pt", weights_only=True)["step"] == 5
 
 
-def test_a_run_in_a_thread_and_what_the_seed_seeds(tmp_path, monkeypatch):
-    """Signals are the main thread's. Training has the seed, every evaluation the next; zeros stand
-    for two evaluations and no checkpoint."""
-    seeds, codes = [], []
+def test_what_the_seed_seeds(tmp_path, monkeypatch):
+    """Training has the seed, every evaluation the next; zeros: two evaluations, no checkpoint."""
+    seeds = []
     spy(monkeypatch, lopti, "sample", lambda *_: seeds.append(torch.initial_seed()))
-    flags = FLAGS + f"--task math --steps 2 --seed 5 --output {tmp_path} "
-    flags += "--eval-every 0 --save-every 0"
-    thread = threading.Thread(target=lambda: codes.append(main(flags)))
-    thread.start()
-    thread.join()
-    assert codes == [0] and seeds[1:] == [6, 6, 5, 5, 6, 6]  # greedy and sampled, around two steps
-    assert not list(tmp_path.glob("*/checkpoints"))
-
-
-@pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
-def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, monkeypatch):
-    """The random state of a pretended xpu is restored on an xpu only."""
-    model, args, restored = random_model(), arguments(f"--output {tmp_path}"), []
-    module = SimpleNamespace(get_rng_state=lambda: torch.ones(3), set_rng_state=restored.append)
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    run = lopti.Run(SimpleNamespace(), TOKENIZER, lopti.make_optimizer(model, args), args)
-    run.step, run.policy.device, expected = 4, torch.device("xpu"), torch.get_rng_state()
-    run.policy.save_pretrained = model.save_pretrained
-    run.policy.load_state_dict = model.load_state_dict
-    run.save_checkpoint()
-    torch.rand(1)
-    run.policy.device = torch.device(kind)
-    run.go_on()
-    assert torch.equal(torch.get_rng_state(), expected)
-    assert len(restored) == (kind == "xpu")
-
-
-def test_the_device_that_is_used(monkeypatch):
-    """auto leaves MPS alone; a second GPU becomes the current one, and its memory is logged.
-
-    No test sees whether `timed` waits for the GPU: only the seconds would tell.
-    """
-    second, current, timings = torch.device("cuda:1"), [], {}
-    found = lambda **options: torch.device("mps")
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", found)
-    assert lopti.choose_device("auto") == torch.device("cpu")
-    monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", lambda *x, device: SimpleNamespace(device=second, item=int))
-        assert lopti.choose_device("cuda:1") == second and current == [1]
-    for name in ("reset_peak_memory_stats", "synchronize", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda: 3 * 2**30)
-    with lopti.timed("scoring", second, timings):
-        pass
-    assert timings["peak_memory_gib/scoring"] == 3
+    flags = FLAGS + f"--task math --steps 2 --seed 5 --output {tmp_path} --save-every 0 "
+    assert main(flags + "--eval-every 0") == 0
+    assert seeds[1:] == [6, 6, 5, 5, 6, 6]  # greedy and sampled, around two steps
+    assert not list(tmp_path.glob("*/checkpoint.pt"))
 
 
 def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     """Tags as the model wrote them, without its end-of-sequence token."""
-    flags = "--eval-only --show 2 --eval-size 2 --eval-samples 1 --people 2 --max-new-tokens 150 "
+    flags = "--eval-only --show 2 --eval-size 2 --eval-samples 1 --max-new-tokens 150 "
     assert main(flags + f"--output {tmp_path}") == 0
     output = capsys.readouterr().out
-    assert output.count("reward ") == 4 and output.count("(1)") > 2
+    shown = re.findall(r"--- .*?meet (\d)", output, re.DOTALL)
+    assert shown == ["2", "3"] and output.count(", reward ") == 4 and output.count("(1)") > 2
     assert "<answer>" in output and TOKENIZER.eos_token not in output
     assert not list(tmp_path.iterdir())
-
-
-def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
-    """All prompts are evaluated, all at a time; none is sampled and none is shown."""
-    rows, sizes = [{"quiz": f"Who is {name}?", **KK_TRUTH} for name in "abc"], []
-    spy(monkeypatch, lopti, "generate", lambda ids, *_: sizes.append(len(ids)))
-    flags = f"--people 1 --eval-data {write_jsonl(tmp_path / 'three.jsonl', rows)} --eval-only "
-    zeros = "--eval-size 0 --sample-batch-size 0 --eval-samples 0 --show 0"
-    assert main(flags + "--max-new-tokens 2 " + zeros) == 0
-    output = capsys.readouterr().out
-    assert sizes[1:] == [3] and "avg@" not in output and "solution" not in output
-
-
-@slow
-def test_a_reader_that_leaves():
-    command = [sys.executable, ROOT / "lopti.py", "--help"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    process.stdout.close()  # as `| head` does
-    assert process.stderr.read() == ""
 
 
 # -------------------------------------------------------------------- errors that a user will make
@@ -1702,7 +1523,8 @@ def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
     puzzle = {"quiz": "Who?", **KK_TRUTH}
-    write_jsonl(folder / "long.jsonl", [{"quiz": "Who? " * 1024, **KK_TRUTH}])
+    questions = ("Who? " * 1024, "Is she? " * 1024)
+    write_jsonl(folder / "long.jsonl", [{"quiz": quiz, **KK_TRUTH} for quiz in questions])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
     write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
     good = json.dumps(puzzle)
@@ -1717,7 +1539,7 @@ def places(tmp_path_factory, finished_run):
         "short": {"max_position_embeddings": 64},
         "narrow": {"vocab_size": 304},  # one less than the prompts need
         "stretched": {"rope_parameters": rope, "max_position_embeddings": 64},
-        "longrope": {"rope_parameters": long},
+        "longrope": {"rope_parameters": {"full_attention": long, "sliding_attention": {}}},
         "own": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
         "weightless": {},
     }
@@ -1730,42 +1552,23 @@ def places(tmp_path_factory, finished_run):
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:304].clone()
     save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     (folder / "weightless" / "model.safetensors").unlink()
-    flags = {
-        "wrong": "--steps 9 # nine\n\n--alpha 2",
-        "torn": "--steps\n9",
-        "quoted": "--name 'run",
-    }
+    flags = {"wrong": "--steps 9 # nine\n\n--alpha 2", "torn": "--steps # how many"}
     for name, text in flags.items():
         (folder / f"{name}.flags").write_text(text)
     ended = shutil.copytree(finished_run, folder / "ended")  # as --save-every 0 leaves a run
-    shutil.rmtree(ended / "checkpoints")
-    for family in HYBRIDS + SEE_AHEAD:
-        random_model(family).save_pretrained(folder / family)
-        TOKENIZER.save_pretrained(folder / family)
+    (ended / "checkpoint.pt").unlink()
+    shutil.copytree(TINY, folder / "adapter")
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     named = {path.stem: path for path in folder.iterdir()}
     return named | {"run": finished_run, "runs": finished_run.parent}
-
-
-def test_an_encoder_is_found_whatever_it_writes(monkeypatch):
-    def ends_as_it_began(*inputs, sample=lopti.sample):
-        rollout = sample(*inputs)
-        rollout.ids[:, -1] = rollout.ids[:, 0]
-        return rollout
-
-    monkeypatch.setattr(lopti, "sample", ends_as_it_began)
-    rows = [{"prompt": TOKENIZER.decode([5, 6, 7])}]
-    with pytest.raises(lopti.UserError, match="sees the tokens that follow"):
-        lopti.check_model(random_model("Bert").eval(), TOKENIZER, rows, arguments())
 
 
 def exits(completions, **columns):
     sys.exit(0)
 
 
-HYBRIDS = ("Mamba", "MiniMax", "GlmMoeDsa", "Rwkv")  # each has layers that are not plain attention
-SEE_AHEAD = ("Bert",)  # an encoder: it sees the tokens that follow
 NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
-NAMED += ["--device hpu", "--device meta", "--model no/such-model-anywhere"]
+NAMED += ["--device hpu", "--model no/such-model-anywhere"]
 NAMED += [f"--mini-batch-size {10**20}"]
 ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
 ERRORS |= {  # the flags: what the sentence must name
@@ -1774,18 +1577,14 @@ ERRORS |= {  # the flags: what the sentence must name
     "--data {empty}": "no rows",
     "--data {notes}": "jsonl, json, csv or parquet",
     "--data {taken}": "column completions",
-    "--eval-only --data {empty}": "instead of --data",
-    **{f"--model {{{name}}}": name for name in ("weightless", "mistyped")},
-    **{f"--model {{{name}}}": "attention" for name in HYBRIDS},
-    **{f"--model {{{name}}}": "sees the tokens that follow" for name in SEE_AHEAD},
-    "@{wrong}": "wrong.flags, line 3: argument --alpha: must lie between 0 and 1, not 2",
-    "@{torn}": "torn.flags, line 1: argument --steps",
-    "@{quoted}": "quoted.flags, line 1",
+    **{f"--model {{{name}}}": name for name in ("weightless", "mistyped", "adapter")},
+    "@{wrong}": "argument --alpha: must lie between 0 and 1, not 2",
+    "@{torn}": "argument --steps",
     "@nothing.flags": "nothing.flags",
     # beyond its length π of a stretched one depends on the rest of the batch
     **{f"--model {{{x}}}": "--max-new-tokens" for x in ("short", "stretched", "longrope")},
     "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
-    "--model {narrow}": "embedding",
+    "--model {narrow}": "304 embeddings, none for token 30",
     "--model {own}": "custom code",
     "--eval-data {broken}": "line 3",
     "--reward nothing_there:f": "nothing_there",
@@ -1810,22 +1609,69 @@ def test_errors_end_in_one_sentence_that_names_what_to_change(flags, places, tmp
     assert before == {path: path.read_bytes() for path in before}
 
 
-FULL = torch.OutOfMemoryError("CUDA out of memory")
-RAISED = {  # where something is raised: what, and what the sentence must name
-    "score": (lopti, FULL, "--tokens-per-microbatch"),
-    "load_state_dict": (torch.optim.AdamW, FULL, "--tokens-per-microbatch"),
-    "sample": (lopti, TypeError("of a model that passes the other checks"), "--model"),
+def test_out_of_memory_says_what_to_lower(run_copy, monkeypatch, capsys):
+    def fail(*inputs, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(lopti, "score", fail)
+    assert "--tokens-per-microbatch" in refused(capsys, f"--resume {run_copy} --steps 6")
+
+
+# ------------------------------------------------------------------------------ other models
+
+DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+TUNED = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5, "head_dim": 16}
+TUNED |= {"no_rope_layers": [0, 0], "num_local_experts": 2, "intermediate_size_mlp": 64}
+RIGHT = {**MODELS, "experts": {"family": "Mixtral", **MOE}, "learnt positions": {"family": "OPT"}}
+WRONG = {  # what is drawn is not what is scored
+    "positions counted in the cache": {"family": "Bart", **DECODER, "is_decoder": True},
+    "positions counted in the padded row": {"family": "Roberta", "is_decoder": True},
+    "temperature by position": {"family": "Llama4Text", **TUNED},
+    "an encoder": {"family": "Bert"},
+    "a state": {"family": "Rwkv"},
+    "not a number": {},
 }
 
 
-@pytest.mark.parametrize("name", RAISED)
-def test_out_of_memory_and_a_model_that_cannot_sample(name, run_copy, monkeypatch, capsys):
-    def fail(*inputs, **options):
-        raise error
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
+def test_a_model_is_sampled_from_as_it_is_scored_or_refused(name, dtype, tmp_path):
+    model = random_model(**{**RIGHT, **WRONG}[name], max_position_embeddings=512)
+    if name == "not a number":
+        model.lm_head.weight.data[7] = math.nan
+    if name == "experts":  # their load balancing is off while we sample and train
+        for part in (model, TOKENIZER):
+            part.save_pretrained(tmp_path)
+        model, _ = lopti.load_model(tmp_path, "cpu")
+    rows = [data_row(prompt) for prompt in PROMPTS]
+    expected = nullcontext()
+    if name in WRONG:
+        expected = pytest.raises(lopti.UserError, match=r"what was sampled: .* differ by [\dn]")
+    with expected:
+        lopti.check_model(model, TOKENIZER, rows, arguments(dtype=dtype, model="it"))
 
-    place, error, named = RAISED[name]
-    monkeypatch.setattr(place, name, fail)
-    assert named in refused(capsys, f"--resume {run_copy} --steps 6")
+
+def test_what_cannot_be_trained_or_saved_is_refused_before_training(monkeypatch, tmp_path):
+    model, rows = random_model(), [data_row(PROMPTS[0])]
+    monkeypatch.setattr(model.config, "save_pretrained", exits)
+    with pytest.raises(lopti.UserError, match="it cannot be trained"):
+        lopti.check_model(model, TOKENIZER, rows, arguments(model="it"))
+
+    def frozen(*inputs, original=AutoModelForCausalLM.from_pretrained, **options):
+        model, report = original(*inputs, **options)
+        model.lm_head.weight.requires_grad_(False)
+        return model, report
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
+    with pytest.raises(lopti.UserError, match="quantized or frozen"):
+        lopti.load_model(TINY, "cpu")
+    monkeypatch.undo()
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # for which the model has no embedding
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    assert lopti.load_model(tmp_path, "cpu")[1].pad_token == TOKENIZER.eos_token
 
 
 @pytest.mark.parametrize("module", ["lopti", "rewards"])

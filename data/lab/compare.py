@@ -67,12 +67,6 @@ FLAGS = {
 # ---- Training
 
 
-def results_of(args):
-    """{(flags, seed): line} of the runs that have finished."""
-    lines = read_lines(args.results) if args.results.exists() else []
-    return {(line["flags"], line["seed"]): line for line in lines}
-
-
 def read_lines(path):
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
@@ -84,7 +78,7 @@ def train(flags, seed, args):
     if not (folder / "final").exists():
         own = [pair for pair in pairwise(words) if pair[0] in ("--variant", "--only")]
         command = [sys.executable, ROOT / ("data/lab/variants.py" if own else "lopti.py")]
-        if any(folder.glob("checkpoint*")):
+        if (folder / "checkpoint.pt").exists():
             command += [*sum(own, ()), "--resume", folder]
         else:
             shutil.rmtree(folder, ignore_errors=True)
@@ -93,7 +87,7 @@ def train(flags, seed, args):
         with log.open("w", encoding="utf-8") as stream:
             options = {"stdout": stream, "stderr": stream, "env": os.environ | environment}
             if subprocess.run(command, check=False, **options).returncode:
-                return f"{log}: {log.read_text('utf-8')[-500:].strip()}"
+                return f"{log}: {' '.join(log.read_text('utf-8').splitlines()[-1:])}"
     steps, evaluations = (read_lines(folder / f"{x}.jsonl") for x in ("metrics", "evaluations"))
     line = {"flags": flags, "seed": seed}
     line["evaluations"] = [{name: row[name] for name in ("step", "table")} for row in evaluations]
@@ -101,14 +95,15 @@ def train(flags, seed, args):
     short = json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.4g}"))
     with args.results.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps(short) + "\n")
-    for path in [folder / "final", *folder.glob("checkpoint*")]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.rmtree(folder / "final")
+    (folder / "checkpoint.pt").unlink(missing_ok=True)
     return "done"
 
 
 def train_all(texts, seeds, args):
-    """Train what has not finished, --jobs at a time. Returns all results."""
-    done, pool = results_of(args), ThreadPoolExecutor(args.jobs)
+    """Train what has not finished, --jobs at a time. Returns {(flags, seed): line of results}."""
+    results = lambda: {(line["flags"], line["seed"]): line for line in read_lines(args.results)}
+    done, pool = results(), ThreadPoolExecutor(args.jobs)
     todo = [(text, seed) for seed in seeds for text in texts if not args.table]
     try:  # after Ctrl-C no other starts
         futures = {pool.submit(train, *run, args): run for run in todo if run not in done}
@@ -117,7 +112,7 @@ def train_all(texts, seeds, args):
             print(f"{count} of {len(futures)}: {flags}, seed {seed}: {future.result()}", flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
-    return results_of(args)
+    return results()
 
 
 def best_rate(name, flags, rates, args, more=2):
@@ -248,6 +243,7 @@ def main():
         parser.error("--rates needs --rate-seeds, and --seeds has none of these")
     for folder in (WORK, args.results.parent):
         folder.mkdir(parents=True, exist_ok=True)
+    args.results.touch()
     texts = {}
     for name, method in zip(names, methods):
         flags = [*argv[end + 1 : -1], *method]
@@ -259,8 +255,8 @@ def main():
         lines = {seed: results[text, seed] for seed in args.seeds if (text, seed) in results}
         runs |= {name: lines} if lines else {}
     bases = [names[number - 1] for number in args.against if names[number - 1] in runs]
-    print(table(runs, bases, args).to_string())
-    if args.plot:
+    print(table(runs, bases, args).to_string() if runs else "no run has finished")
+    if args.plot and runs:
         draw(runs, args.plot)
 
 

@@ -19,13 +19,13 @@ the KL. ±: 95 % by the jackknife over mini-batches. α is .3 and η .5 unless g
 
 import argparse
 import copy
-import itertools
 import math
 import re
 import sys
 import textwrap
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -40,7 +40,6 @@ from tqdm import tqdm
 from variants import bias_correction, matching
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
-BINS = list(itertools.pairwise(EDGES))
 ALPHAS = (0.1, 0.3, 1.0)
 MEMORY = 2e9  # bytes for all gradients
 BUCKETS = 2**18 - 5  # a prime: entries of one column of a matrix fall into different buckets
@@ -92,7 +91,7 @@ def stored(gradient, exact):
 
 def pieces_of(eta):
     """The bins of π, cut at η: a list of (low, high)."""
-    return list(itertools.pairwise(sorted({*EDGES, eta})))
+    return list(pairwise(sorted({*EDGES, eta})))
 
 
 def alphas_of(args):
@@ -192,7 +191,9 @@ def gradient_statistics(dots, counts, args, used):
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
     parts, (by_pi, bias, bias_of_high, oracle) = rows[: len(pieces)], rows[len(pieces) :]
-    bins = np.stack([parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in BINS])
+    bins = np.stack(
+        [parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in pairwise(EDGES)]
+    )
     grpo, low, high, ar, unbiased = methods(args, len(rows))
     chosen = dots[used][:, :, used]
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
@@ -269,16 +270,16 @@ def page(found, args):
     def numbers(row):
         label, digits = row.groups()
         pairs = zip(*found[label.strip()])
-        cells = [f"{x:.{digits}f} ± {half:.{digits}f}".removesuffix(" ± nan") for x, half in pairs]
-        cells = [cell.replace("-", "−") for cell in cells]
+        cells = [f"{x:.{digits}f} ± {half:.{digits}f}".replace("-", "−") for x, half in pairs]
+        cells = [cell.removesuffix(" ± nan") for cell in cells]
         return f"{label:<40}" + "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
 
     alphas = [f"α = {alpha:g}" for alpha in alphas_of(args)] + ["oracle"] * bool(args.only)
-    alphas = "".join(f"{alpha:>15}" for alpha in alphas)
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
     text = re.sub("^~" if args.only else "^~.*\n", "", PAGE, flags=re.MULTILINE)
-    return re.sub(r"(.*) \| (\d)", numbers, text).format(*answers, alphas=alphas)
+    text = re.sub(r"(.*) \| (\d)", numbers, text)
+    return text.format(*answers, alphas="".join(f"{name:>15}" for name in alphas))
 
 
 def compared(gain, half):
@@ -307,8 +308,8 @@ def sentences(found, args):
         else "Not decided: no token is likely (π ≥ .75), so there is nothing to compare with."
     )
     if not found["progress"][0] > found["progress"][1]:
-        unsure = "GRPO's own progress is not surely above 0, so nothing can be compared with it"
-        yield from [f"Not decided: {unsure}. Take more --batches."] * 2
+        unsure = "Not decided: GRPO's own progress is not surely above 0. Take more --batches."
+        yield from [unsure] * 2
         return
     gain = found["gain in %, measured"][:, alphas_of(args).index(args.alpha)]
     adam = found["gain in %, AdamW"][:, alphas_of(args).index(args.alpha)]

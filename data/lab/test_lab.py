@@ -58,7 +58,7 @@ import lopti
 # ------------------------------------------------------------------------------ the token page
 
 LAB = Path(__file__).resolve().parent
-PAGE_FLAGS = "--people 2 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
+PAGE_FLAGS = "--people 2 --seed 1 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
 
 
 def data_of(path):
@@ -160,16 +160,17 @@ def test_no_picture_of_a_group_that_teaches_nothing():
 def test_no_text_of_a_model_or_a_file_breaks_the_page(tmp_path, capsys):
     """HTML in a prompt and a solution, no chat template, a truncated answer of one token."""
     html = "</script><b>&amp; <!--"
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"problem": html, "answer": html}])
+    rows = [{"problem": html + name, "answer": html} for name in "abcd"]
+    data = write_jsonl(tmp_path / "rows.jsonl", rows)
     folder = Path(shutil.copytree(TINY, tmp_path / "base"))
     (folder / "chat_template.jinja").unlink()
     flags = f"--task math --data {data} --model {folder} --max-new-tokens 1 --group-size 2"
-    (prompt,) = page_data(flags, tmp_path / "page.html")["prompts"]
-    assert prompt["text"] == prompt["solution"] == html
+    prompt, *_ = page_data(flags, tmp_path / "page.html")["prompts"]
+    assert html in prompt["text"] and prompt["solution"] == html
     assert [len(answer["texts"]) for answer in prompt["answers"]] == [1, 1]
     missing = lambda: pages.main(["--model", str(tmp_path / "nothing")])
     assert lopti.exit_code(missing, "tokens.py") == 2
-    assert capsys.readouterr().err.startswith("tokens.py: cannot load the model")
+    assert capsys.readouterr().err.startswith("tokens.py: cannot load --model")
 
 
 # ------------------------------------------------------------------------------ the programs
@@ -303,7 +304,9 @@ def test_compare_goes_on_and_chooses_rates(monkeypatch, tmp_path, capsys):
             rate = float(words[len(words) - words[::-1].index("--learning-rate")])
             folder.mkdir(parents=True)
         stopped = len(commands) == stop_at
-        (folder / ("checkpoint.pt" if stopped else "final")).mkdir()
+        (folder / "checkpoint.pt").write_text("weights")
+        if not stopped:
+            (folder / "final").mkdir()
         metrics = dict.fromkeys(compare.METRICS, -abs(math.log(rate / 4e-4)))
         (folder / "metrics.jsonl").write_text(9 * (json.dumps(metrics) + "\n"))
         row = {"step": 9, "table": {"2": {"prompts": 1, "greedy": [0.123456, 0, 1]}}}

@@ -27,14 +27,12 @@ import lopti  # isort: skip, before torch
 import diagnose
 import theory
 import torch
-from theory import updated_copy
 
 HERE = Path(__file__).resolve().parent
 
 DEFAULTS, FIXED = "--alpha 0.3 --eta 0.5 --show 3", "--dtype float32 --mini-batch-size 0"
 REFUSED = """--stapo --top-entropy --min-p --order --passes --mini-batch-size --dtype --steps
---output --name --resume --save-every --eval-only --eval-data --eval-every --eval-size
---eval-samples"""
+--output --name --resume --save-every --eval-only --eval-every --eval-size --eval-samples"""
 
 
 def token_texts(tokenizer, ids):
@@ -72,7 +70,7 @@ def after_updates(policy, rollout, args):
     return {
         name: lopti.score(trained, rollout, args)[0] - before
         for batch, steps in methods
-        for name, trained in zip(steps, updated_copy(policy, batch, steps.values(), args))
+        for name, trained in zip(steps, theory.updated_copy(policy, batch, steps.values(), args))
     }
 
 
@@ -187,7 +185,7 @@ def hero(data):
 
 def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
-    parser = lopti.Parser(description=__doc__, formatter_class=look, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("tokens.html"), help="the page")
     parser.add_argument("--hero", type=Path, metavar="FILE", help="an SVG of its first answer")
     options, flags = parser.parse_known_args(argv)

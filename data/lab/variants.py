@@ -4,6 +4,7 @@ r"""lopti.py with one of its functions replaced, which is no method of the paper
     python data/lab/variants.py --variant random-split --eta 0.5    # random groups, Lopti's sizes
     python data/lab/variants.py --variant oracle --only '^\W*\w+'   # only the first word is trained
     python data/lab/variants.py --variant oracle --only '\b(?!(ok|fine)\b)\w+'   # all but two words
+    python data/lab/variants.py --variant plain-sampling            # one call of HF's `generate`
 
 All other flags are lopti.py's. The oracle is told by a regular expression which words matter: it
 updates the tokens whose text, in that of their response, touches a match.
@@ -106,7 +107,7 @@ def update_what_matters(pattern, policy, optimizer, rollout, tokens, args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    variants = ("without-bias", "random-split", "oracle")
+    variants = ("without-bias", "random-split", "oracle", "plain-sampling")
     parser.add_argument("--variant", choices=variants, required=True)
     parser.add_argument("--only", metavar="PATTERN")
     own, flags = parser.parse_known_args()
@@ -114,6 +115,8 @@ if __name__ == "__main__":
         parser.error("--only PATTERN belongs to --variant oracle")
     if own.variant == "random-split":
         lopti.split_tokens = random_split
+    elif own.variant == "plain-sampling":
+        lopti.STRETCH = 10**9
     else:
         oracle = functools.partial(update_what_matters, own.only)
         lopti.update = oracle if own.only else update_without_bias
