@@ -689,7 +689,9 @@ def compute_rewards(texts, rows, args):
 
 @functools.cache
 def load_function(place):
-    """'my_reward:function' → the function of my_reward.py in the current folder."""
+    """'my_reward:function' → the function of my_reward.py in the current folder; or a function."""
+    if callable(place):
+        return place
     module, _, name = place.partition(":")
     sys.path.append(os.getcwd())
     with user_errors(f"--reward {place}: give MODULE:FUNCTION"):

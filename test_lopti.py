@@ -1275,6 +1275,8 @@ def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
     Path("rewards.py").write_text("def kk_reward(**columns): return [1.0]")
     with pytest.raises(lopti.UserError, match="rename your file"):
         rewards.load_function("rewards:kk_reward")
+    args.reward = lambda completions, **columns: [len(text) for text in completions]
+    assert lopti.compute_rewards(["a", "bc"], [data_row("?")] * 2, args) == [1.0, 2.0]
 
 
 def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
