@@ -24,6 +24,7 @@ import golden
 import pretrain
 import puzzles
 import pytest
+import small_talk
 import smollm2
 from transformers import AutoModelForCausalLM
 
@@ -132,6 +133,7 @@ def test_committed_and_real_files_grade_themselves(path, capsys):
         check_vocabulary([row["columns"]["quiz"] for row in rows])
 
 
-def test_examples_in_docstrings():
-    result = doctest.testmod(smollm2)
+@pytest.mark.parametrize("module", [small_talk, smollm2])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(module)
     assert result.attempted and not result.failed
