@@ -964,7 +964,7 @@ def exit_code(program, name):
     except torch.OutOfMemoryError:
         code, told = 2, "out of memory: lower --tokens-per-microbatch or --sample-batch-size"
     except (UserError, OSError) as error:  # OSError: a disk that is full or read-only
-        code, told = 2, str(error)  # not the error itself, which keeps the run's lock
+        code, told = 2, str(error.with_traceback(None))  # its frames would keep a run's lock
     print(f"{name}: {told}", file=sys.stderr)
     return code
 
