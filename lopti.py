@@ -561,7 +561,7 @@ def train(args):
     folder = Path(args.resume or Path(args.output) / name)
     with user_errors(f"cannot make {folder}: --resume it or choose another --name"):
         folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    lock = (folder / ".lock").open("w")  # as long as this process lives
+    lock = (folder / ".lock").open("w")
     if os.name == "posix":
         import fcntl
 
@@ -598,13 +598,15 @@ def train(args):
                 table, answers = evaluate(policy, tokenizer, eval_rows, args)
                 line = {"step": step, "table": table, "greedy": [each[0] for each in answers]}
                 add_line(folder, log, "evaluations", line)
+        with replaced_at_once(folder / "final") as path:
+            policy.save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        report(log, eval_rows, args)
+        print(f"\n{folder} holds metrics.jsonl, samples.jsonl, evaluations.jsonl, final/.")
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(f"--resume {folder} goes on after step {saved}") from stop
-    with replaced_at_once(folder / "final") as path:
-        policy.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    report(log, eval_rows, args)
-    print(f"\n{folder} holds metrics.jsonl, samples.jsonl, evaluations.jsonl, final/.")
+    finally:
+        lock.close()
 
 
 # 10. Evaluation -----------------------------------------------------------------------------------
@@ -789,8 +791,7 @@ def checkpoint_layers(model):
 def check_model(model, tokenizer, rows, args):
     """UserError where prompts and responses do not fit the model, or π is not what was sampled.
 
-    Two prompts are answered, the shorter one padded: each token must be drawn from the logits that
-    it is scored with. No encoder passes, no model that counts positions in the padded row.
+    Each token of two responses, one to a padded prompt, must be drawn from the logits that score it.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or math.inf
@@ -964,7 +965,7 @@ def exit_code(program, name):
     except torch.OutOfMemoryError:
         code, told = 2, "out of memory: lower --tokens-per-microbatch or --sample-batch-size"
     except (UserError, OSError) as error:  # OSError: a disk that is full or read-only
-        code, told = 2, str(error.with_traceback(None))  # its frames would keep a run's lock
+        code, told = 2, error
     print(f"{name}: {told}", file=sys.stderr)
     return code
 
