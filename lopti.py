@@ -791,7 +791,7 @@ def checkpoint_layers(model):
 def check_model(model, tokenizer, rows, args):
     """UserError where prompts and responses do not fit the model, or π is not what was sampled.
 
-    Each token of two responses, one to a padded prompt, must be drawn from the logits that score it.
+    Each token of two responses, one to a padded prompt, must be drawn from what it is scored with.
     """
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None) or math.inf
