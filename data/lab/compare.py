@@ -220,7 +220,8 @@ def draw(runs, file):
         mean, half, _ = np.transpose([*map(interval, curves)])
         steps = np.arange(3, 3 + len(mean))  # the middle of five
         plt.plot(steps, mean, color=color, label=name)
-        plt.fill_between(steps, mean - half, mean + half, color=color, alpha=0.15)
+        band = np.clip([mean - half, mean + half], 0, 1)
+        plt.fill_between(steps, *band, color=color, alpha=0.15)
     plt.gca().set(xlabel="step", ylabel="accuracy in training")
     plt.legend()
     plt.savefig(file, dpi=120)
