@@ -453,6 +453,8 @@ def load_data(args, tokenizer):
     Of --data without --eval-data a tenth is held out, always the same rows. No training question
     contains one of the evaluation data, chosen or not, or is part of one.
     """
+    if args.eval_only and args.data and not args.eval_data:
+        raise UserError("--eval-only evaluates --eval-data: give that instead of --data")
     if args.reward:
         load_function(args.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
@@ -670,8 +672,8 @@ def compute_rewards(texts, rows, args):
     """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
 
     It has TRL's signature, f(completions, solution, **columns) -> list of numbers. It gets strings,
-    for chats as well, and copies of all columns of the data as lists with one entry a response. It
-    may not leave a reward out (None), as in TRL.
+    for chats as well, and copies of all columns of the data as lists with one entry a response.
+    None, by which a reward is left out in TRL, is refused.
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}

@@ -1579,6 +1579,7 @@ ERRORS |= {  # the flags: what the sentence must name
     "--data {empty}": "no rows",
     "--data {notes}": "jsonl, json, csv or parquet",
     "--data {taken}": "column completions",
+    "--eval-only --data {empty}": "instead of --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped", "adapter")},
     "@{wrong}": "argument --alpha: must lie between 0 and 1, not 2",
     "@{torn}": "argument --steps",
