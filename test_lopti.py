@@ -1506,6 +1506,24 @@ def test_what_the_seed_seeds(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("*/checkpoint.pt"))
 
 
+@pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
+def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, monkeypatch):
+    """The random state of a pretended xpu is restored on an xpu only."""
+    model, restored = random_model(), []
+    get, set_state = lambda device: torch.ones(3), lambda state, device: restored.append(device)
+    module = SimpleNamespace(get_rng_state=get, set_rng_state=set_state)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    optimizer, expected = lopti.make_optimizer(model, arguments()), torch.get_rng_state()
+    policy = SimpleNamespace(device=torch.device("xpu"), state_dict=model.state_dict)
+    log = {"metrics": [{"step": 1}]}
+    lopti.save_checkpoint(tmp_path, 4, log, policy, optimizer)
+    torch.rand(1)
+    policy.device, policy.load_state_dict = torch.device(kind), model.load_state_dict
+    assert lopti.load_checkpoint(tmp_path, policy, optimizer) == (4, log)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert len(restored) == (kind == "xpu")
+
+
 def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     """Tags as the model wrote them, without its end-of-sequence token."""
     flags = "--eval-only --show 2 --eval-size 2 --eval-samples 1 --max-new-tokens 150 "
@@ -1515,6 +1533,17 @@ def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
     assert shown == ["2", "3"] and output.count(", reward ") == 4 and output.count("(1)") > 2
     assert "<answer>" in output and TOKENIZER.eos_token not in output
     assert not list(tmp_path.iterdir())
+
+
+def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
+    """All prompts are evaluated, all at a time; none is sampled and none is shown."""
+    rows, sizes = [{"quiz": f"Who is {name}?", **KK_TRUTH} for name in "abc"], []
+    spy(monkeypatch, lopti, "generate_in_stretches", lambda ids, *_: sizes.append(len(ids)))
+    flags = f"--people 1 --eval-data {write_jsonl(tmp_path / 'three.jsonl', rows)} --eval-only "
+    zeros = "--eval-size 0 --sample-batch-size 0 --eval-samples 0 --show 0"
+    assert main(flags + "--max-new-tokens 2 " + zeros) == 0
+    output = capsys.readouterr().out
+    assert sizes[1:] == [3] and "avg@" not in output and "solution" not in output
 
 
 # -------------------------------------------------------------------- errors that a user will make
