@@ -1,4 +1,7 @@
-"""Checks what the scripts of this folder have made: golden.json, the rows, the bundled model."""
+"""Checks what the scripts of this folder have made: golden.json, the rows, the bundled model.
+
+Beside the project may lie a folder `shared` with numbers and data of others: then these as well.
+"""
 
 import doctest
 import itertools
@@ -11,15 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
-from test_lopti import (  # isort: skip, because it says that no test asks the hub
-    GOLDEN,
-    TINY,
-    TOKENIZER,
-    arguments,
-    read_jsonl,
-    shared,
-)
-
+import test_lopti  # isort: skip, because it says that no test asks the hub
 import golden
 import pretrain
 import puzzles
@@ -29,6 +24,12 @@ import smollm2
 from transformers import AutoModelForCausalLM
 
 import rewards
+from test_lopti import GOLDEN, TINY, TOKENIZER, arguments, read_jsonl
+
+
+def shared(*names):
+    """Those of the files of others that are there."""
+    return [path for name in names if (path := ROOT.parent / "shared" / name).exists()]
 
 
 def leaves(page, place=""):
@@ -52,6 +53,32 @@ def test_golden_file_is_what_its_script_writes(monkeypatch):
         assert new[place] == (pytest.approx(value, rel=1e-12, abs=1e-14) if is_number else value)
     for name in golden.CLIPS:
         assert any(case["joint"][f"clip_{name}_share"] > 0 for case in GOLDEN["cases"])
+
+
+OUR_NAMES = {f"{name}_logprob": f"{name}_logprobs" for name in ("old", "new", "ref")}
+OUR_NAMES |= {"advantage": "advantages", "advantage_reweighted": "reweighted_advantages"}
+OUR_NAMES |= {"low_mask": "low", "low": "low_stage", "high": "high_stage"}
+OUR_NAMES["grad_wrt_logprob"] = "gradient"
+RENAME = lambda pairs: {OUR_NAMES.get(name, name): value for name, value in pairs}
+PUBLISHED = [
+    case
+    for path in shared("golden/published_code.json")
+    for case in json.loads(path.read_text(), object_pairs_hook=RENAME)["cases"]
+]
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_the_published_code_gives_the_same_numbers(case):
+    test_lopti.test_golden_numbers(case)
+
+
+@pytest.mark.parametrize("path", shared("golden/kk_rewards.jsonl", "data/math_grading.jsonl"))
+def test_others_give_the_same_rewards(path):
+    """The published code for every puzzle; two established graders for all math answers."""
+    rows, is_kk = read_jsonl(path), "kk" in path.name
+    reward = rewards.kk_reward if is_kk else rewards.math_reward
+    ours = reward([row["response"] for row in rows], [row["solution"] for row in rows])
+    assert ours == [row["score" if is_kk else "correct"] for row in rows]
 
 
 def committed(task):
