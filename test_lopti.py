@@ -10,7 +10,6 @@ import argparse
 import copy
 import doctest
 import functools
-import importlib
 import io
 import itertools
 import json
@@ -34,13 +33,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test a
 
 import lopti  # isort: skip, because it says how the threads of torch wait
 
-import datasets
 import pytest
 import torch
 import transformers
-from jinja2 import TemplateError
 from safetensors.torch import load_file, save_file
-from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rewards
@@ -152,6 +148,10 @@ def spy(monkeypatch, place, name, look):
         return result
 
     monkeypatch.setattr(place, name, looked_at)
+
+
+LILY = "(1) Lily is a knave"
+KK_TRUTH = {"solution_text_format": LILY}
 
 
 def data_row(prompt, solution=""):
@@ -403,15 +403,6 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, min_p):
     logprobs = lopti.token_logprobs(logits, rollout.ids, rollout.mask)
     (logprobs.masked_fill(unsafe, 0) * factors).sum().backward()
     assert 1 < expected.norm() and (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
-
-
-def test_the_temperature_divides_what_is_float32_already():
-    logits = torch.randn(1, 5, 9).bfloat16()
-    output = torch.nn.Identity()
-    model = lambda ids, use_cache: SimpleNamespace(logits=output(logits))
-    model.get_output_embeddings = lambda: output
-    found = lopti.token_logits(model, torch.zeros(1, 5).long(), torch.ones(1, 5) > 0, 0.7)
-    assert torch.equal(found, logits[0].float() / 0.7)
 
 
 def test_micro_batches_by_tokens():
@@ -803,11 +794,17 @@ def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
-    """All forward passes are in it, weights and gradients are not; the KL begins at exactly 0."""
-    policy, seen = random_model("Qwen2", tie_word_embeddings=tied), set()
+    """All forward passes are in it, weights and gradients are not; the KL begins at exactly 0.
+
+    The temperature divides logits that are float32 already.
+    """
+    policy, seen, divided = random_model("Qwen2", tie_word_embeddings=tied), set(), []
     for module in policy.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda *call: seen.add(call[2].dtype))
+    policy.lm_head.register_forward_hook(lambda *call: divided.append(call[2].float() / 0.7))
+    look = lambda logits, *_: kept.add(torch.equal(logits, divided[-1]))
+    spy(monkeypatch, lopti, "token_logits", look)
     kept, before = set(), weights(policy)  # of gradients, weights and log-probabilities
     look = lambda *_: kept.update((gradient(policy).dtype, weights(policy).dtype))
     spy(monkeypatch, torch.nn.utils, "clip_grad_norm_", look)
@@ -816,7 +813,7 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     flags += "--tokens-per-microbatch 9999"
     _, (line,) = trained(policy, flags, tmp_path, monkeypatch)
     assert line["kl"] == 0 < line["grad_norm/all"] and seen == {torch.bfloat16}
-    assert kept == {torch.float32} and not torch.equal(weights(policy), before)
+    assert kept == {torch.float32, True} and not torch.equal(weights(policy), before)
     assert lopti.make_reference(policy, arguments("--kl-coef 0")) is None
 
 
@@ -857,400 +854,6 @@ def test_evaluation_counts(place, monkeypatch):
         "pass@4 mean 0.58 0.58",
         "reward mean 0.29 0.29",
     ]
-
-
-# ------------------------------------------------------------------------------ rewards
-
-TRUTH = "(1) Jack is a knight\n(2) Jackson is a knave"
-
-
-def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
-    return rewards.kk_reward([f"{before}<answer>{answer}</answer>"], [truth], **columns)[0]
-
-
-def test_kk_answer():
-    """Not readable is an answer where a name is missing or has both roles, or with one role word
-    too many (knights counts as well); Jack is not inside Jackson, nor Ann inside Jo Ann."""
-    assert kk(TRUTH) == kk("JACKSON IS A KNAVE.\nJack is\ta  knight") == 3.0
-    assert kk("Jack is a knight\nJackson is a knight") == -0.5
-    unread = ("Jack is a knight", "Jack is a knight\nJack is a knave", TRUTH + "\nso one knight")
-    unread += ("Jackson is a knight\nJackson is a knave", "both are knights: " + TRUTH)
-    assert [kk(answer) for answer in unread] == [-1.0] * 5
-    truth = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave, and Ann is a knave"
-    answers = (truth, truth.replace("Jo Ann is a knave", "Jo Ann is a knight"), truth[:-16] + truth)
-    assert [kk(answer, truth=truth) for answer in answers] == [3.0, -0.5, -1.0]
-    name = "a" * 50  # where each word could begin a name of any length, time is quadratic
-    assert rewards.read_roles(f"{name} is a knight") == {name: "knight"}
-    assert rewards.read_roles(f"a{name} is a knight") is None
-
-
-def test_kk_format_and_what_the_prompt_has_opened():
-    answer = f"<answer>{TRUTH}</answer>"  # unfinished, in wrong order, twice, with copied tags
-    responses = [answer, f"</think>{answer}"[:-2], f"{answer}</think>", f"</think>{answer}{answer}"]
-    responses += [f"<answer> </answer></think>{answer}", None, [], [{"content": None}]]
-    assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
-    for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
-        for prompt in (asked, user(asked)):
-            assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
-            assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
-    for truth in ("nobody here", "(1) Ann is a knight\n(2) Ann is a knave", None):
-        with pytest.raises(ValueError, match="row 1 of `solution` does not give each name one"):
-            rewards.kk_reward(["a", "b"], [TRUTH, truth])
-
-
-BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || $\boxed 5$ eggs | 5
-\boxed{\left\{ 1 \right.} | \left\{ 1 \right. || \boxed{3}, in \boxed as told | 3
-\boxed{1}</think> no. | None || \boxed{1} no: \boxed{2 | None || \boxed{3} (`\boxed`) | 3"""
-
-
-def test_the_last_box_is_read():
-    for text, content in (row.split(" | ") for row in re.split(r" \|\| |\n", BOXES)):
-        assert str(rewards.extract_boxed(text)) == content, text
-    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * rewards.MAX_BOX)]
-    texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
-    assert rewards.math_reward(texts, [r"$\boxed{42}$"] * 4, level=[1] * 4) == [1.0, 0.0, 0.0, 1.0]
-    for function in (rewards.kk_reward, rewards.math_reward):
-        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
-            function(["", ""], [TRUTH])
-
-
-RIGHT = r"""
-11 | 11.0 | 011 | +11 | (11) | 11. | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2 | \{11\}
-11 | \$11 | 11\% | 11^\circ | 11 square feet | \mathrm{11} | 11\ \mathrm{m/s^2} | \[ 11 \] | 11cm
-11 | 11\text{ cm}² | €11 | 11 miles per hour | 11^{\text{th}} | 11 (feet) | x = 5 + 6 = 11
-11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11  ;;  5 lb | 5 pounds | 5\text{ lbs} | 5
-\frac{3}{4} | 3/4 | .75 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
-\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  9\text{ goals} | 9
-1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
-2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
-\frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
-2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  6+5 | 11  ;;  \frac12 | ½
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5+1} | \frac{2}{1+\sqrt5}
-\pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
-x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
-(1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
-x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8\text{ a.m.} | 8 AM
-\binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
-x^2 + 2x + 9 | 9 + 2x + x(x)  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23  ;;  (n-2) 2^{n} | 2^n(n-2)
-\frac{18+3c}{7} | (3c + 18)/7  ;;  \text{(B)} | B | (B)  ;;  \text{Yes} | yes  ;;  x \neq 3 | x ≠ 3
-\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \left[\begin{array}{c}.5&0\\0&1\end{array}\right]
-"""
-
-WRONG = r"""
-ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
-0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x  ;;  1/0 | 2/0
-A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 | x \ge 3 | x < 3
-\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM  ;;  25 | 5 cm^2
-5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
-5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
-5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5 xy | 5 x/y | 5 m/x
-5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
-x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5  ;;  x | -x | y
-\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
-\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin x | nis x | \sin 2x | \cos x
-\sqrt{2} | 1.41 | \sqrt[3]{2}  ;;  \ln(2)x | \ln(2x)  ;;  9^{9^9} | 9^{9^{8^9}}  ;;  (1,200) | 1200
-(1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  \begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 2)
-"""
-
-# Right in value, but not answers: what is still to be done, or would be a copy of the question.
-UNFINISHED = r"""
-11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
-\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  1024 | 2^{10}
-3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)  ;;  279 | 2104_5  ;;  -1 | e^{i\pi}
-1 | \ln e | \cos 0  ;;  6 | \sqrt{36}
-x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  \frac{7}{3} | 2 2/6
-"""
-
-
-@pytest.mark.parametrize(("table", "right"), [(RIGHT, True), (UNFINISHED, False), (WRONG, False)])
-def test_answers_match(table, right):
-    rows = [row.strip().split(" | ") for row in table.replace(";;", "\n").strip().splitlines()]
-    pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
-    assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
-    assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
-
-
-PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ €
-\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ 5cm
-\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2"""
-
-
-def test_no_text_raises_or_hangs():
-    rng = random.Random(0)
-    pieces = [*PIECES.split(), "1 1/2 ", "\u200f", "\ud800", "\x00", "5 feet per ", r"\boxed "]
-    texts = [piece * (size // len(piece)) + "4" for piece in pieces for size in (290, 990)]
-    texts += ["".join(rng.choices(pieces, k=rng.choice((3, 9, 40)))) for _ in range(2000)]
-    texts += [piece * (10**6 // len(piece)) for piece in (r"\boxed{", "</think>", "{", " ", "9")]
-    for text in texts:
-        boxed = [rf"\boxed{{{text}}}", text]
-        assert rewards.math_reward(boxed, ["17", "3x+(1,2)"]) == [0.0, 0.0], text
-        rewards.math_reward(boxed[:1], [text + " "])  # either verdict
-        assert rewards.kk_reward([text, f"</think><answer>{text}</answer>"], [TRUTH] * 2)[0] == -3.0
-
-
-# ------------------------------------------------------------------------------ data
-
-
-def load_data(flags="", **files):
-    """(training rows, evaluation rows) of `lopti.load_data`."""
-    return lopti.load_data(arguments(flags, **files), TOKENIZER)
-
-
-def load_rows(path, flags="--task math"):
-    return rewards.load_rows(str(path), arguments(flags), TOKENIZER)
-
-
-LILY = "(1) Lily is a knave"
-CHAT = "<|im_start|>user\nWho is a knave?<|im_end|>\n<|im_start|>assistant\n<think>"
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def verl(prompt, truth):
-    return {"prompt": prompt, "reward_model": {"ground_truth": truth}}
-
-
-KK_TRUTH = {"solution_text_format": LILY}
-ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
-    "K&K": ("kk", {"quiz": "Who?", **KK_TRUTH}, "Who?", LILY),
-    "TRL": ("kk", {"prompt": user("Who?"), "solution": LILY}, "<|user|>Who?<|assistant|>", LILY),
-    "both": ("kk", {"quiz": "Who?", **KK_TRUTH, "prompt": "Other."}, "Who?", LILY),
-    "TRL, text": ("math", {"prompt": "1 + 1 =", "solution": "2", "problem": "No."}, "1 + 1 =", "2"),
-    "verl": ("math", {**verl(user("1?"), "1"), "question": "1?"}, "<|user|>1?<|assistant|>", "1"),
-    "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
-    "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
-    "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
-    "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
-}
-
-
-@pytest.mark.parametrize("shape", ROWS)
-def test_every_shape_of_row_in_every_format(tmp_path, shape):
-    """From a file to a prompt, and to a solution that the reward reads."""
-    task, row, prompt, solution = ROWS[shape]
-    data, own = datasets.Dataset.from_list([row]), "prompt" in row and "quiz" not in row
-    for suffix in ("jsonl", "parquet", "csv")[: 3 if {*map(type, row.values())} == {str} else 2]:
-        path = tmp_path / f"rows.{suffix}"
-        getattr(data, f"to_{suffix.removesuffix('l')}")(path)
-        training, (loaded,) = load_data(f"--task {task} --people 1 --eval-only --eval-data {path}")
-        assert not training and loaded["solution"] == solution  # it is evaluated on: not trained on
-        assert loaded["difficulty"] == ("1" if task == "kk" else "all")
-        assert loaded["prompt"] == prompt if own else prompt in loaded["prompt"]
-        assert loaded["prompt"].endswith("<think>") is (shape in ("K&K", "both", "verl, rendered"))
-
-
-SHAPES = {
-    "K&K": lambda quiz: {"quiz": quiz, **KK_TRUTH},
-    "TRL": lambda quiz: {"prompt": user(quiz), "solution": LILY},
-    "verl": lambda quiz: verl(user(CHAT.replace("Who", "The puzzle: " + quiz)), LILY),
-}
-
-
-@pytest.mark.parametrize(("trained_in", "evaluated_in"), [*itertools.product(SHAPES, SHAPES)])
-def test_no_training_prompt_is_an_evaluation_prompt(tmp_path, capsys, trained_in, evaluated_in):
-    """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
-    files = {}
-    for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
-        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?") for x in part.split()]
-        files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
-    (row,), (_,) = load_data("--people 1 --eval-size 1", **files)
-    told = "1 training and 1 of 2 evaluation prompts; 2 of 3 rows are also in --eval-data\n"
-    assert "who is c?" in row["key"] and capsys.readouterr().out == told
-
-
-def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
-    """Our problems say nothing of his reward. What is there twice is not trained on."""
-    rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]
-    files = {"data": write_jsonl(tmp_path / "own.jsonl", rows)}
-    training, evaluation = load_data("--task math", **files)
-    assert not {row["key"] for row in training} & {row["key"] for row in evaluation}
-    assert [row["asked"][:3] for row in evaluation] == ["Say"] * 4
-    assert f"; {40 - len(training)} of 40 rows are held out for eval" in capsys.readouterr().out
-    assert load_data("--task math --seed 7", **files)[1] == evaluation  # of every run
-    write_jsonl(tmp_path / "own.jsonl", rows[:2])
-    with pytest.raises(lopti.UserError, match="nothing is left to train on"):
-        load_data("--task math", **files)
-
-
-GOOD = {"problem": "2?", "answer": "2"}
-TEXT = [{"type": "text", "text": "2?"}]
-BAD = {  # why a row is left out: its answers, or its problems, or such rows
-    "without a prompt or a (boxed) solution": [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
-    "says that there is none": ["proof", "Not found", "None"],
-    "is a list": ['["2"]', "['2', '3']"],
-    "is a sentence": ["One and one are two, so 2"],
-    "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
-}
-BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
-PROBLEMS = {
-    "half a character": "\ud83d?",
-    "with LaTeX": "\frac12?",
-    "longer than --max": "Hm? " * 999,
-}
-BAD |= {why: [{**GOOD, "problem": x}] for why, x in PROBLEMS.items()}
-BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}]
-BAD["that cannot be read"] = [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)]
-BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
-
-
-@pytest.mark.parametrize("reason", BAD)
-def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, capsys):
-    rows = [GOOD, *BAD[reason], {**GOOD, "options": ["2"]}]
-    loaded = load_rows(write_jsonl(tmp_path / "rows.jsonl", rows))
-    assert len(loaded) == 2 and set(map(str, loaded[0]["columns"])) >= {"problem", "options"}
-    told = capsys.readouterr().out
-    assert told.startswith(f"rows.jsonl: {len(rows)} rows, {len(rows) - 2} left out: ")
-    assert reason in told and " (row 2" in told
-
-
-def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
-    """--people leaves out silently, and what is left as text only is counted."""
-    rows = [("A?", "(1) Ann is a knight (2) Bo is a knave"), ("B?", LILY), ("C?", "(1) Knightley")]
-    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
-    with pytest.raises(lopti.UserError, match="columns: quiz, solution_text_format; .* --people 3"):
-        load_rows(path, "--people 3")
-    answers = ["2", "Yes", r"\frac12\text{ hours}", "8:30 AM", r"\forall x", "1,2", r"\{1\}", "9/"]
-    assert len(load_rows(write_jsonl(Path(path), [{**GOOD, "answer": x} for x in answers]))) == 8
-    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
-    told += "a.jsonl: 8 rows, 0 left out: 3 compared as text (see math-verify in data/GUIDE.md)\n"
-    assert capsys.readouterr().out == told
-
-
-def test_data_are_read_as_they_are_written(tmp_path, capsys):
-    """No dates, floats or lines are made of what is text, a long number, or one line. A mark at the
-    beginning, empty lines, capitals in the name and 1e+20 for a number are nobody's intention."""
-    problem = "Two\u2028lines?"
-    answers = ["2021-03-04", "2021-03-04 05:06:07", 12345678901234567890123, "0.10", "1e3"]
-    numbers = {1e20: "1" + "0" * 20, -2.0: "-2", 0.5: "0.5"}
-    rows = [{"problem": problem, "answer": x} for x in (*answers, *numbers)]
-    rows = [json.dumps(row, ensure_ascii=False) for row in rows]
-    for name, text in (("a.JSONL", "\n\n".join(rows) + "\n\n"), ("a.json", f"[{','.join(rows)}]")):
-        (tmp_path / name).write_text(text, encoding="utf-8-sig")
-        loaded = load_rows(tmp_path / name)
-        assert [row["solution"] for row in loaded] == [*map(str, answers), *numbers.values()]
-        assert all(problem in row["prompt"] for row in loaded)
-    levels = {1: "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
-    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "level": level} for level in levels])
-    assert [row["difficulty"] for row in load_rows(path)] == list(levels.values())
-    path = tmp_path / "a.csv"  # of Excel, with a cell too many, and with two columns of one name
-    path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
-    assert [row["columns"] for row in load_rows(path)] == [{**GOOD, "note": ""}]
-    assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
-    path.write_text("problem,answer,answer\n2?,2,3\n")
-    with pytest.raises(lopti.UserError, match="two columns of one name"):
-        load_rows(path)
-    for name, value, meant in (("binary", b"2", "2"), ("float32", 0.3, "0.3"), ("yes", 1, "yes")):
-        kind = datasets.ClassLabel(names=["no", name]) if name == meant else datasets.Value(name)
-        features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
-        data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
-        data.to_parquet(tmp_path / "a.parquet")
-        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [meant]
-
-
-def test_a_data_set_with_configurations_and_splits(tmp_path):
-    """The form in which the hub holds the paper's data: name:configuration:split+split."""
-    files = [write_jsonl(tmp_path / f"{x}.jsonl", [{"quiz": x, **KK_TRUTH}] * 2) for x in "ab"]
-    parts = "".join(f"  - split: {Path(x).stem}\n    path: {Path(x).name}\n" for x in files)
-    card = f"---\nconfigs:\n- config_name: train\n  data_files:\n{parts}---\n"
-    (tmp_path / "README.md").write_text(card)
-    rows = load_rows(f"{tmp_path}:train:a+b", "--people 1")
-    assert [row["asked"] for row in rows] == ["a", "a", "b", "b"]
-
-
-def test_prompts_begin_as_the_model_is_used_to():
-    """Llama's tokenizer puts a token before every text: once; a chat template has its own."""
-    tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
-    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
-    first = [("<|bos|>", tokenizer.bos_token_id)]
-    tokenizer._tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=first)
-    assert rewards.render_prompt(tokenizer, user("Lily")) == "<|user|>Lily<|assistant|>"
-    tokenizer.chat_template = None  # a base model
-    text = rewards.render_prompt(tokenizer, task.messages("Lily"), task.opening)
-    assert text == f"<|bos|>{task.system}\n\nLily\n\n<think>"
-    assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
-    rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
-    assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
-    for mark in rewards.CHAT_MARKS:
-        assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
-
-
-TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content }}{% endfor %}"
-REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-
-
-def test_a_chat_template_loses_nothing_and_adds_nothing_twice():
-    """Gemma's refuses a system message, others drop it; DeepSeek's opens <think> itself."""
-    tokenizer, task = copy.deepcopy(TOKENIZER), rewards.TASKS["kk"]
-    for template in (REFUSING + TURN, TURN, TURN + "<|assistant|><think>\n"):
-        tokenizer.chat_template, tokenizer.unk_token = template, TOKENIZER.unk_token
-        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
-        assert task.system not in text  # which the bundled vocabulary cannot write
-        tokenizer.unk_token = None
-        text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
-        assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
-        assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
-    for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
-        tokenizer.chat_template = broken  # the first is for content in parts
-        with pytest.raises((lopti.UserError, TemplateError), match="leaves out"):
-            rewards.render_prompt(tokenizer, task.messages("Lily"))
-
-
-def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
-    def batches(size, seed, skip=0):
-        return list(itertools.islice(lopti.prompt_stream(range(10), size, seed, skip), 10 - skip))
-
-    order = list(itertools.chain(*batches(4, 0)))  # of four epochs
-    epochs = [tuple(order[start : start + 10]) for start in range(0, 40, 10)]
-    assert len(set(epochs)) == 4 and all(sorted(epoch) == list(range(10)) for epoch in epochs)
-    assert batches(4, 0, skip=3) == batches(4, 0)[3:] and batches(4, 0) != batches(4, 1)
-
-
-class FromTheData:  # a callable without a name of its own; other tests have plain functions
-    def __call__(self, completions, value, prompts, **columns):
-        for column in (completions, prompts, columns["solution"], columns["nested"][0]):
-            column.clear()  # a function that changes what it gets
-        return {1: 0.5, 2: 0.5} if value[0] == "dictionary" else value
-
-
-from_the_data = FromTheData()
-
-
-def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
-    """It gets copies of every column of every row, as in TRL; it returns one finite number a
-    response. A file of one's own is not ours of the same name; a question gets no words of ours."""
-    args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
-    bad = ((None, 1), (1, math.nan), (1, math.inf), (1, 2, 3), ("dictionary", 1), ("a", "b"))
-    for values in ((0, 6.5), *bad):
-        rows = [{**data_row("?"), "columns": {"value": x, "nested": [1]}} for x in values]
-        texts, before = ["a", "b"], copy.deepcopy(rows)
-        with pytest.raises(lopti.UserError, match="from_") if values in bad else nullcontext():
-            assert lopti.compute_rewards(texts, rows, args) == [0.0, 6.5]
-        assert texts == ["a", "b"] and rows == before
-    row, args.task = {"question": "Why?", "answer": "The earth turns around the sun"}, "math"
-    (loaded,) = rewards.load_rows(write_jsonl(tmp_path / "a.jsonl", [row]), args, TOKENIZER)
-    assert loaded["prompt"] == "<|user|>Why?<|assistant|>"
-    monkeypatch.chdir(tmp_path)
-    Path("rewards.py").write_text("def kk_reward(**columns): return [1.0]")
-    with pytest.raises(lopti.UserError, match="rename your file"):
-        rewards.load_function("rewards:kk_reward")
-    args.reward = lambda completions, **columns: [len(text) for text in completions]
-    assert lopti.compute_rewards(["a", "bc"], [data_row("?")] * 2, args) == [1.0, 2.0]
-
-
-def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
-    pytest.importorskip("math_verify")
-    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
-    (code,) = [x for x in guide.split("```") if x.startswith("python\n") and "math_verify" in x]
-    (tmp_path / "my_reward.py").write_text(code.removeprefix("python\n"))
-    monkeypatch.chdir(tmp_path)
-    reward = rewards.load_function("my_reward:math_verify_reward")
-    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
-    assert reward(texts, ["x < 4", "3", "5", "5"], level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
 
 
 # ------------------------------------------------------------------------------ flags and runs
@@ -1450,15 +1053,24 @@ def test_a_damaged_checkpoint_is_named(run_copy, capsys):
         assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
 
 
-def test_a_full_disk_or_another_process_leaves_the_checkpoint(run_copy, capsys, monkeypatch):
+def test_no_room_or_another_process_leaves_the_checkpoint(run_copy, capsys, monkeypatch):
+    """A full disk, a full memory: both are told, and what to do."""
+
     def full(state, path):
         Path(path).write_bytes(b"half a file")
         raise OSError(28, "No space left on device")
 
+    def out_of_memory(*inputs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
     checkpoint = (run_copy / "checkpoint.pt").read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full)
-        assert "--resume goes on" in refused(capsys, f"--resume {run_copy} --steps 5")
+    for place, name, fails, advice in (
+        (torch, "save", full, "--resume goes on"),
+        (lopti, "score", out_of_memory, "--tokens-per-microbatch"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fails)
+            assert advice in refused(capsys, f"--resume {run_copy} --steps 5")
     assert (run_copy / "checkpoint.pt").read_bytes() == checkpoint
     fcntl = pytest.importorskip("fcntl")  # which locks also against the same process
     with (run_copy / ".lock").open("w") as lock:
@@ -1496,26 +1108,25 @@ def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, mo
     assert len(restored) == (kind == "xpu")
 
 
-def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys):
-    """Tags as the model wrote them, without its end-of-sequence token."""
-    flags = "--eval-only --show 2 --eval-size 2 --eval-samples 1 --max-new-tokens 150 "
-    assert main(flags + f"--output {tmp_path}") == 0
+def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys, monkeypatch):
+    """Tags as the model wrote them, without its end-of-sequence token.
+
+    Zeros: all prompts are evaluated, all at a time; none is sampled and none is shown.
+    """
+    files, sizes = [ROOT / "data" / "kk_test.jsonl", tmp_path / "few.jsonl"], []
+    write_jsonl(files[1], read_jsonl(files[0])[197:203])
+    spy(monkeypatch, lopti, "generate_in_stretches", lambda ids, *_: sizes.append(len(ids)))
+    flags = f"--eval-only --eval-data {files[1]} --output {tmp_path} "
+    assert main(flags + "--show 2 --eval-size 2 --eval-samples 1 --max-new-tokens 150") == 0
     output = capsys.readouterr().out
     shown = re.findall(r"--- .*?meet (\d)", output, re.DOTALL)
     assert shown == ["2", "3"] and output.count(", reward ") == 4 and output.count("(1)") > 2
     assert "<answer>" in output and TOKENIZER.eos_token not in output
-    assert not list(tmp_path.iterdir())
-
-
-def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
-    """All prompts are evaluated, all at a time; none is sampled and none is shown."""
-    rows, sizes = [{"quiz": f"Who is {name}?", **KK_TRUTH} for name in "abc"], []
-    spy(monkeypatch, lopti, "generate_in_stretches", lambda ids, *_: sizes.append(len(ids)))
-    flags = f"--people 1 --eval-data {write_jsonl(tmp_path / 'three.jsonl', rows)} --eval-only "
     zeros = "--eval-size 0 --sample-batch-size 0 --eval-samples 0 --show 0"
     assert main(flags + "--max-new-tokens 2 " + zeros) == 0
     output = capsys.readouterr().out
-    assert sizes[1:] == [3] and "avg@" not in output and "solution" not in output
+    assert sizes[-1] == 6 and "avg@" not in output and "solution" not in output
+    assert list(tmp_path.iterdir()) == files[1:]
 
 
 # -------------------------------------------------------------------- errors that a user will make
@@ -1613,14 +1224,6 @@ def test_errors_end_in_one_sentence_that_names_what_to_change(flags, places, tmp
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_out_of_memory_says_what_to_lower(run_copy, monkeypatch, capsys):
-    def fail(*inputs, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(lopti, "score", fail)
-    assert "--tokens-per-microbatch" in refused(capsys, f"--resume {run_copy} --steps 6")
-
-
 # ------------------------------------------------------------------------------ other models
 
 DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
@@ -1678,7 +1281,6 @@ def test_what_cannot_be_trained_or_saved_is_refused_before_training(monkeypatch,
     assert lopti.load_model(tmp_path, "cpu")[1].pad_token == TOKENIZER.eos_token
 
 
-@pytest.mark.parametrize("module", ["lopti", "rewards"])
-def test_examples_in_docstrings(module):
-    result = doctest.testmod(importlib.import_module(module))
+def test_examples_in_docstrings():
+    result = doctest.testmod(lopti)
     assert result.attempted and not result.failed
