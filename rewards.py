@@ -101,7 +101,6 @@ def read_roles(text, names=None):
 # no expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
-MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
 MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
 NOT_READ = (KeyError, ValueError, ArithmeticError, RecursionError)  # no expression, 1/0, too deep
 
@@ -119,13 +118,12 @@ def extract_boxed(text):
     >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$, in \boxed as you asked.")
     '\\frac{1}{2}'
     """
-    text, opening = text.rpartition("</think>")[2], None
+    text = text.rpartition("</think>")[2]
     box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
-    for opening in re.finditer(box, text):
-        pass  # up to the last one
-    if opening is None or opening[1]:
-        return opening and opening[1]
-    depth, content = 1, text[opening.end() :][:MAX_BOX]
+    last = re.match(rf"(?s).*{box}", text)
+    if last is None or last[1]:
+        return last and last[1]
+    depth, content = 1, text[last.end() :]
     for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
         if depth == 0:
@@ -154,7 +152,7 @@ def answers_match(predicted, expected):
 
 STANDARD = r"""percent|degree deg|radian|dollar usd|cent|euro|lb pound|oz ounce|g gram|kg kilogram
 mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
-km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|l liter litre|gal gallon|cup
+km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
 s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
 child children|man men|woman women|book|page|apple|ball|card|coin|<= ≤ \le \leq \leqslant|< \lt
 >= ≥ \ge \geq \geqslant|> \gt|!= ≠ \ne \neq|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\frac12 ½
@@ -169,13 +167,14 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(\\\$|€)\s*(-?[0-9.,]*[0-9])", r"\2\1"),  # $5 becomes 5$
     (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: STANDARD.get(sign[0], sign[0]) + " "),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
-    (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
-    (r"\\end\s*\{array\}(?:\s*[\])])?|\\end\s*\{[bp]?matrix\}", r"\\end "),  # a kind of bracket
+    (
+        r"\\(begin|end)\s*\{(?:array|[bp]?matrix)\}(?:\s*\{[clr|]*\})?",
+        r"\\\1 ",
+    ),  # a kind of bracket
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
     (r"\^\s*\{?\s*\\circ *\}?", r"\\text{degree}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
     (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?mph\b", r" \1mi/h"),
     (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
     (r"\\[,;:!()\[\]\s]|[$~]", " "),
     (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
@@ -227,7 +226,7 @@ NAME = r"\\(?:pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"  # or 
 NAME = rf"[A-Za-z]+(?:_.+)?|[0-9]+_.+|{NAME}|{FUNCTION}.+"
 NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
 KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
-STRUCTURES = {*KINDS, "name=", ",", ";", "=", "!=", "<", "<=", r"\cup"}
+OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
 PRECEDENCE = {";": 1, ",": 2, "=": 3, r"\approx": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3}
 PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
@@ -306,20 +305,15 @@ def same_answer(answer, truth):
     trees = (answer, truth)
     if (answer[0] == "name=") != (truth[0] == "name="):
         answer, truth = trees = [tree[2] if tree[0] == "name=" else tree for tree in trees]
-    if not any(tree[0] in STRUCTURES for tree in trees):
+    if all(isinstance(tree, str) or tree[0] in ("", *OPERATIONS) for tree in trees):
         return same_value(answer, truth)
     if answer[0] != truth[0] or len(answer) != len(truth):
         return False
     names = [len({part[1] for part in tree[1:] if part[0] == "name="}) > 1 for tree in trees]
     if truth[0] not in ("{}", r"\cup") or names[0] != names[1]:
         return all(map(same_answer, answer[1:], truth[1:]))
-    partners = list(truth[1:])
-    for item in answer[1:]:
-        partner = next((other for other in partners if same_answer(item, other)), None)
-        if partner is None:
-            return False
-        partners.remove(partner)
-    return True
+    times = lambda item, tree: sum(same_answer(item, other) for other in tree[1:])
+    return all(times(item, answer) == times(item, truth) for item in answer[1:])
 
 
 def same_value(answer, truth):
@@ -353,9 +347,6 @@ def value(tree, sign):
     if tree[0] == "^" and len(str(first)) * abs(others[0]) > MAX_DIGITS:
         raise ValueError("too large")
     return functools.reduce(OPERATIONS[tree[0]], others, first)
-
-
-OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
 
 
 # ---------------------- The two tasks: from a data file to rows, a prompt, responses and a reward

@@ -934,7 +934,7 @@ BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || 
 def test_the_last_box_is_read():
     for text, content in (row.split(" | ") for row in re.split(r" \|\| |\n", BOXES)):
         assert str(rewards.extract_boxed(text)) == content, text
-    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * rewards.MAX_BOX)]
+    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * 10_000)]
     texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
     assert rewards.math_reward(texts, [r"$\boxed{42}$"] * 4, level=[1] * 4) == [1.0, 0.0, 0.0, 1.0]
     for function in (rewards.kk_reward, rewards.math_reward):
