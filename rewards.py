@@ -21,13 +21,13 @@ import operator
 import os
 import random
 import re
-import statistics
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import numpy
 from jinja2 import TemplateError  # what chat templates raise; torch brings jinja2
 
 
@@ -387,7 +387,7 @@ class Task:
                 cells = ("{:.2f} [{:.2f}, {:.2f}]".format(*cell) for cell in cells)
                 lines.append((measure, difficulty, row["prompts"], *cells))
             means = ([row[measure][0] for row in table.values()] for table in tables.values())
-            cells = (f"{statistics.fmean(values):.2f}{'':13}" for values in means)
+            cells = (f"{numpy.mean(values):.2f}{'':13}" for values in means)
             lines.append((measure, "mean", "", *cells))
         columns = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
         return "\n".join(columns.format(*line).rstrip() for line in lines)
@@ -571,7 +571,6 @@ def read_table(source):
     if kind != ".parquet" and Path(source).is_file():
         raise UserError(f"{source} is no jsonl, json, csv or parquet file: make it one of these")
     import datasets  # here, because it takes a second to import
-    import numpy
     import pyarrow.parquet
 
     if kind == ".parquet":
@@ -711,30 +710,27 @@ def tally(rows, answers, solved_reward):
     table = {}
     for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
         group = [each for row, each in zip(rows, answers) if row["difficulty"] == difficulty]
-        rewards = [[reward for _, reward in each] for each in group]  # (prompts, 1 + k)
-        k, sampled = len(rewards[0]) - 1, [each[1:] or each for each in rewards]
-        right = [[reward >= solved_reward for reward in each] for each in rewards]
-        measures = {"greedy": [each[0] for each in right]}
+        rewards = numpy.array(
+            [[reward for _, reward in each] for each in group]
+        )  # (prompts, 1 + k)
+        right, k = rewards >= solved_reward, len(group[0]) - 1
+        table[difficulty] = {"prompts": len(group), "greedy": wilson_interval(right[:, 0])}
         if k:
-            measures[f"avg@{k}"] = [statistics.fmean(each[1:]) for each in right]
-            measures[f"pass@{k}"] = [any(each[1:]) for each in right]
-        table[difficulty] = {"prompts": len(group)}
-        for name, values in measures.items():
-            mean = statistics.fmean(values)
-            table[difficulty][name] = (mean, *wilson_interval(mean, len(group)))
-        table[difficulty]["reward"] = (statistics.fmean(itertools.chain(*sampled)),)
+            table[difficulty][f"avg@{k}"] = wilson_interval(right[:, 1:].mean(1))
+            table[difficulty][f"pass@{k}"] = wilson_interval(right[:, 1:].any(1))
+        table[difficulty]["reward"] = (float(rewards[:, min(k, 1) :].mean()),)
     return table
 
 
-def wilson_interval(mean, count):
-    """95 % interval for a share measured on `count` prompts (Wilson's score interval).
+def wilson_interval(values):
+    """The mean of values between 0 and 1, and its 95 % interval (Wilson's score interval).
 
-    For the mean of values between 0 and 1, such as avg@k, it is rather too wide.
+    Where they are not just 0 or 1, as for avg@k, it is rather too wide.
 
-    >>> tuple(round(bound, 3) for bound in wilson_interval(0.5, 100))
-    (0.404, 0.596)
+    >>> [round(number, 3) for number in wilson_interval([0, 1] * 50)]
+    [0.5, 0.404, 0.596]
     """
-    z = 1.959964
+    z, count, mean = 1.959964, len(values), float(numpy.mean(values))
     centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return mean, max(0.0, centre - half), min(1.0, centre + half)
