@@ -54,11 +54,10 @@ def kk_reward(completions, solution, **columns):
     """
     prompts = columns.get("prompts") or ["<think>"] * len(completions)
     rewards = []
-    triples = zip(completions, prompts, solution, strict=True)
-    for row, (completion, prompt, truth) in enumerate(triples):
+    for completion, prompt, truth in zip(completions, prompts, solution, strict=True):
         roles = read_roles(message_text(truth))
         if not roles:
-            raise ValueError(f"row {row} of `solution` does not give each name one role: {truth!r}")
+            raise ValueError(f"`solution` does not give each name one role: {truth!r}")
         opened = "<think>" if message_text(prompt).rstrip().endswith("<think>") else ""
         rewards.append(score_puzzle(opened + message_text(completion), roles))
     return rewards

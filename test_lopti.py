@@ -922,7 +922,7 @@ def test_kk_format_and_what_the_prompt_has_opened():
             assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
             assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
     for truth in ("nobody here", "(1) Ann is a knight\n(2) Ann is a knave", None):
-        with pytest.raises(ValueError, match="row 1 of `solution` does not give each name one"):
+        with pytest.raises(ValueError, match="`solution` does not give each name one"):
             rewards.kk_reward(["a", "b"], [TRUTH, truth])
 
 
