@@ -416,9 +416,7 @@ def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        value = value.decode()
-    return "" if value is None or isinstance(value, (list, dict)) else str(value)
+    return "" if value is None or isinstance(value, (list, dict, bytes)) else str(value)
 
 
 class UserError(Exception):
@@ -455,20 +453,18 @@ def load_data(args, tokenizer):
     else:
         held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
     keys = {row["key"] for row in held_out}
-    training = [
-        row for row in rows if not any(key in row["key"] or row["key"] in key for key in keys)
-    ]
+    kept = [row for row in rows if not any(key in row["key"] or row["key"] in key for key in keys)]
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
-    told = f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
+    told = f"{len(kept)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
     if args.data and rows:
         why = "also in --eval-data" if args.eval_data else "held out for evaluation"
-        told += f"; {len(rows) - len(training)} of {len(rows)} rows are {why}"
-    if rows and not training:
+        told += f"; {len(rows) - len(kept)} of {len(rows)} rows are {why}"
+    if rows and not kept:
         raise UserError(f"nothing is left to train on: {told}")
     print(told)
-    return training, chosen
+    return kept, chosen
 
 
 def load_rows(source, args, tokenizer):
@@ -478,22 +474,18 @@ def load_rows(source, args, tokenizer):
     if not table:
         raise UserError(f"{source} is empty: it has no rows")
     names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
-    if "completions" in names:  # a reward gets the responses by this name
-        raise UserError(f"{source} has a column completions: give it another name")
     rows, left_out = [], {}  # left_out: reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
         try:
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
                 row = make_row(columns, args, tokenizer)
-                row["columns"] = {name: columns.get(name) for name in names if name is not None}
-                check_row(row, args, tokenizer)
+            row["columns"] = {name: columns.get(name) for name in names if name is not None}
             rows.append(row)
         except UserError as reason:
             left_out.setdefault(str(reason), []).append(number)
     told = []
     for why, them in left_out.items():
-        numbers = ", ".join(map(str, them[:9])) + ", ..." * (len(them) > 9)
-        told.append(f"{len(them)} {why} (row {numbers})")
+        told.append(f"{len(them)} {why} (row {', '.join(map(str, them[:9]))})")
     if args.task == "math" and not args.reward:
         texts = len(rows)
         for row in rows:
@@ -516,32 +508,8 @@ UNUSABLE = (  # solutions of mathematics, and why
     (r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z", "whose solution says that there is none"),
     (r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z", "whose solution is a list"),
     (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
-    (
-        r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)",
-        "with LaTeX that JSON has cut: \\f of \\frac",
-    ),
+    (r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)", "with LaTeX that JSON has cut"),
 )
-
-
-def check_row(row, args, tokenizer):
-    """UserError with the reason where a row cannot be used."""
-    task, solution = TASKS[args.task], row["solution"]
-    if not row["key"] or not solution.strip():
-        raise UserError("without a prompt or a (boxed) solution")
-    if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
-        raise UserError("with half a character (a lone surrogate)")
-    if re.search(r"[\b\f](?=[a-z])", row["prompt"]):
-        raise UserError(UNUSABLE[-1][1])
-    for pattern, reason in UNUSABLE if args.task == "math" and not args.reward else ():
-        if re.search(pattern, solution):
-            raise UserError(reason)
-    # A solution, as the answer in the form of either task, must earn the full reward.
-    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
-    nobody = args.task == "kk" and row["difficulty"] == "0"
-    if nobody or not args.reward and task.reward([response], [solution]) != [task.solved]:
-        raise UserError(f"whose solution --task {args.task} cannot read")
-    if len(tokenizer(row["prompt"], add_special_tokens=False).input_ids) > args.max_prompt_length:
-        raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -580,19 +548,18 @@ def read_table(source):
 
     def as_meant(value, kind):
         """A class by its name; float32 .3 without the digits that it gets as float64."""
-        if isinstance(value, dict):
-            return {name: as_meant(value[name], kind[name]) for name in value}
-        if isinstance(value, int) and hasattr(kind, "int2str"):
+        if isinstance(value, int) and isinstance(kind, datasets.ClassLabel):
             return kind.int2str(value)
         short = isinstance(value, float) and kind.dtype == "float32"
         return float(str(numpy.float32(value))) if short else value
 
-    return [as_meant(row, data.features) for row in data.to_list()]
+    kinds = data.features
+    return [{name: as_meant(row[name], kinds[name]) for name in row} for row in data.to_list()]
 
 
 def make_row(columns, args, tokenizer):
     """The columns of a data set → prompt, solution, difficulty, and the question twice: as it was
-    `asked`, and as a `key` by which questions are compared."""
+    `asked`, and as a `key` by which questions are compared. UserError: why a row cannot be used."""
     if not isinstance(columns, dict):
         raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
@@ -606,17 +573,29 @@ def make_row(columns, args, tokenizer):
             prompt, opening = [{"role": "user", "content": question}], ""
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
+    asked, prompt = " ".join(question.split()), render_prompt(tokenizer, prompt, opening)
+    if not asked or not solution.strip():
+        raise UserError("without a prompt or a (boxed) solution")
     choices = columns.get("choices") or columns.get("options") or ()
     if not all(str(choice) in question for choice in choices):
         raise UserError("with choices that its question does not show")
+    if re.search(r"[\b\f](?=[a-z])", prompt):
+        raise UserError(UNUSABLE[-1][1])
+    for pattern, reason in UNUSABLE if args.task == "math" and not args.reward else ():
+        if re.search(pattern, solution):
+            raise UserError(reason)
+    # A solution, as the answer in the form of either task, must earn the full reward.
+    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
+    people = len(read_roles(solution) or ())
+    unknown = args.task == "kk" and not people
+    if unknown or not args.reward and task.reward([response], [solution]) != [task.solved]:
+        raise UserError(f"whose solution --task {args.task} cannot read")
+    if len(tokenizer(prompt, add_special_tokens=False).input_ids) > args.max_prompt_length:
+        raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
-    return {
-        "asked": " ".join(question.split()),
-        "key": " ".join(question.split()).casefold(),
-        "prompt": render_prompt(tokenizer, prompt, opening),
-        "solution": solution,
-        "difficulty": str(len(read_roles(solution) or ())) if args.task == "kk" else level,
-    }
+    difficulty = str(people) if args.task == "kk" else level
+    row = {"prompt": prompt, "solution": solution, "difficulty": difficulty}
+    return row | {"asked": asked, "key": asked.casefold()}
 
 
 # Where one of these stands in a message, a chat template has been applied already.
@@ -625,13 +604,13 @@ CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]"
 
 def render_prompt(tokenizer, messages, opening=""):
     """The text that the model continues: chat messages up to its own turn, or plain text."""
-    text = messages
-    if not isinstance(messages, str):
-        text = "\n\n".join(message["content"] for message in messages)
-        rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
-        if tokenizer.chat_template and not rendered:
-            return render_chat(tokenizer, messages, opening)
-        text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
+    is_text = isinstance(messages, str)
+    text = messages if is_text else "\n\n".join(message["content"] for message in messages)
+    is_whole = is_text or len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
+    if tokenizer.chat_template and not is_whole:
+        return render_chat(tokenizer, messages, opening)
+    if not is_whole:  # a base model: the words without a chat
+        text += f"\n\n{opening}"
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
         text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
     return text
@@ -648,13 +627,12 @@ def render_chat(tokenizer, messages, opening):
         content = f"{system['content']}\n\n{user['content']}" if known else user["content"]
         forms.append([{**user, "content": content}, *others])
     for form in forms:
-        options = {"tokenize": False, "add_generation_prompt": True}
-        with suppress(*[TemplateError] * (form is not forms[-1])):
-            text = tokenizer.apply_chat_template(form, **options)
+        with suppress(TemplateError):
+            text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True)
             asked = [turn["content"].split() for turn in form if turn["role"] != "assistant"]
             if all(" ".join(words) in " ".join(text.split()) for words in asked):
                 return text if text.rstrip().endswith(opening) else text + opening
-    raise UserError("whose question the chat template of --model leaves out")
+    raise UserError("whose question the chat template of --model refuses or leaves out")
 
 
 def compute_rewards(texts, rows, args):
@@ -666,10 +644,11 @@ def compute_rewards(texts, rows, args):
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+    columns["completions"] = list(texts)
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {args.reward or args.task} failed"):
-        rewards = function(completions=list(texts), **copy.deepcopy(columns))
+        rewards = function(**copy.deepcopy(columns))
         numbers = [float(reward) for reward in rewards if reward is not None]
     if isinstance(rewards, (dict, set, str)) or not all(map(math.isfinite, numbers)):
         numbers = []

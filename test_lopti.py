@@ -1123,13 +1123,14 @@ BAD = {  # why a row is left out: its answers, or its problems, or such rows
 }
 BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
 PROBLEMS = {
-    "half a character": "\ud83d?",
     "with LaTeX": "\frac12?",
     "longer than --max": "Hm? " * 999,
 }
 BAD |= {why: [{**GOOD, "problem": x}] for why, x in PROBLEMS.items()}
 BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}]
-BAD["that cannot be read"] = [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)]
+BAD["that cannot be read"] = [
+    {"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2, "\ud83d")
+]
 BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
 
 
@@ -1181,7 +1182,7 @@ def test_data_are_read_as_they_are_written(tmp_path, capsys):
     path.write_text("problem,answer,answer\n2?,2,3\n")
     with pytest.raises(lopti.UserError, match="two columns of one name"):
         load_rows(path)
-    for name, value, meant in (("binary", b"2", "2"), ("float32", 0.3, "0.3"), ("yes", 1, "yes")):
+    for name, value, meant in (("float32", 0.3, "0.3"), ("yes", 1, "yes")):
         kind = datasets.ClassLabel(names=["no", name]) if name == meant else datasets.Value(name)
         features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
         data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
@@ -1553,12 +1554,10 @@ def test_zero_stands_for_all_or_for_none(tmp_path, monkeypatch, capsys):
 def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
-    puzzle = {"quiz": "Who?", **KK_TRUTH}
     questions = ("Who? " * 1024, "Is she? " * 1024)
     write_jsonl(folder / "long.jsonl", [{"quiz": quiz, **KK_TRUTH} for quiz in questions])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
-    write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
-    good = json.dumps(puzzle)
+    good = json.dumps({"quiz": "Who?", **KK_TRUTH})
     (folder / "broken.jsonl").write_text(f'{good}\n\n{{"quiz": "torn"\n{good}\n')
     (folder / "notes.txt").write_text(good)
     (folder / "empty.jsonl").touch()
@@ -1607,7 +1606,6 @@ ERRORS |= {  # the flags: what the sentence must name
     "--data {silent}": "silent.jsonl, see data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt",
     "--data {empty}": "no rows",
     "--data {notes}": "jsonl, json, csv or parquet",
-    "--data {taken}": "column completions",
     "--eval-only --data {empty}": "instead of --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped", "adapter")},
     "@{wrong}": "argument --alpha: must lie between 0 and 1, not 2",
