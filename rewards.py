@@ -151,7 +151,7 @@ def answers_match(predicted, expected):
 
 STANDARD = r"""percent|degree deg|radian|dollar usd|cent|euro|lb pound|oz ounce|g gram|kg kilogram
 mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
-km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|mph|l liter litre|gal gallon|cup
+km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|l liter litre|gal gallon|cup
 s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
 child children|man men|woman women|book|page|apple|ball|card|coin|<= ≤ \le \leq \leqslant|< \lt
 >= ≥ \ge \geq \geqslant|> \gt|!= ≠ \ne \neq|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\frac12 ½
@@ -166,14 +166,12 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(\\\$|€)\s*(-?[0-9.,]*[0-9])", r"\2\1"),  # $5 becomes 5$
     (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: STANDARD.get(sign[0], sign[0]) + " "),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
-    (
-        r"\\(begin|end)\s*\{(?:array|[bp]?matrix)\}(?:\s*\{[clr|]*\})?",
-        r"\\\1 ",
-    ),  # a kind of bracket
+    (r"\\(begin|end)\s*\{(?:array|[bp]?matrix)\}(?:\s*\{[clr|]*\})?", r"\\\1 "),  # a bracket
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
     (r"\^\s*\{?\s*\\circ *\}?", r"\\text{degree}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
     (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
+    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?mph\b", r" \1mi/h"),
     (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
     (r"\\[,;:!()\[\]\s]|[$~]", " "),
     (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
@@ -184,9 +182,8 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
     (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
-    (r"\\frac\s*([0-9])", r"\\frac{\1}"),  # \frac12 is one half
-    (r"\\frac\s*(\{[^{}]*\})\s*([0-9])", r"\\frac\1{\2}"),
-    (r"([0-9])\s*\\frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
+    (r"\\frac\s*([0-9]|\{[^{}]*\})\s*([0-9])", r"\\frac{\1}{\2}"),  # \frac12 is one half
+    (r"([0-9])\s*\\frac\s*\{*([0-9]+)\}*\s*\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
     (r"(?<![\w.])10\s*\^\s*(?:([0-9]{1,3})(?![0-9])|\{\s*(-?[0-9]{1,3})\s*\})", r"1e\1\2"),
     (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
     *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
