@@ -477,20 +477,17 @@ def load_rows(source, args, tokenizer):
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
                 row = make_row(columns, args, tokenizer)
             row["columns"] = {name: columns.get(name) for name in names if name is not None}
-            rows.append(row)
+            if args.task == "math" or int(row["difficulty"]) in args.people:
+                rows.append(row)
         except UserError as reason:
-            left_out.setdefault(str(reason), []).append(number)
-    told = []
-    for why, them in left_out.items():
-        told.append(f"{len(them)} {why} (row {', '.join(map(str, them[:9]))})")
+            left_out.setdefault(str(reason), []).append(str(number))
+    told = [f"{len(them)} {why} (row {', '.join(them[:9])})" for why, them in left_out.items()]
     if args.task == "math" and not args.reward:
         texts = len(rows)
         for row in rows:
             with suppress(*NOT_READ):
                 texts -= bool(parse(tokenize(row["solution"])[0]))
         told += [f"{texts} compared as text (see math-verify in data/GUIDE.md)"] * bool(texts)
-    if args.task == "kk":
-        rows = [row for row in rows if int(row["difficulty"]) in args.people]
     found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
     if not rows:
         found += f" (columns: {', '.join(map(str, names))}; --task {args.task}"
@@ -499,14 +496,6 @@ def load_rows(source, args, tokenizer):
     if told:
         print(f"{Path(source).name}: {found}")
     return rows
-
-
-UNUSABLE = (  # solutions of mathematics, and why
-    (r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z", "whose solution says that there is none"),
-    (r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z", "whose solution is a list"),
-    (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
-    (r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)", "with LaTeX that JSON has cut"),
-)
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -554,6 +543,14 @@ def read_table(source):
     return [{name: as_meant(row[name], kinds[name]) for name in row} for row in data.to_list()]
 
 
+UNUSABLE = (  # solutions of mathematics, and why
+    (r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z", "whose solution says that there is none"),
+    (r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z", "whose solution is a list"),
+    (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
+    (r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)", "with LaTeX that JSON has cut"),
+)
+
+
 def make_row(columns, args, tokenizer):
     """The columns of a data set → prompt, solution, difficulty, and the question twice: as it was
     `asked`, and as a `key` by which questions are compared. UserError: why a row cannot be used."""
@@ -570,7 +567,8 @@ def make_row(columns, args, tokenizer):
             prompt, opening = [{"role": "user", "content": question}], ""
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
-    asked, prompt = " ".join(question.split()), render_prompt(tokenizer, prompt, opening)
+    asked = " ".join(question.split())
+    prompt = render_prompt(tokenizer, prompt, opening)
     if not asked or not solution.strip():
         raise UserError("without a prompt or a (boxed) solution")
     choices = columns.get("choices") or columns.get("options") or ()
@@ -647,9 +645,7 @@ def compute_rewards(texts, rows, args):
     with user_errors(f"the reward {args.reward or args.task} failed"):
         rewards = function(**copy.deepcopy(columns))
         numbers = [float(reward) for reward in rewards if reward is not None]
-    if isinstance(rewards, (dict, set, str)) or not all(map(math.isfinite, numbers)):
-        numbers = []
-    if len(numbers) != len(texts):
+    if isinstance(rewards, dict) or len(numbers) != len(texts) or not numpy.isfinite(numbers).all():
         raise UserError(f"{args.reward} must return a list: one finite number for each response")
     return numbers
 
