@@ -308,8 +308,8 @@ def same_answer(answer, truth):
     names = [len({part[1] for part in tree[1:] if part[0] == "name="}) > 1 for tree in trees]
     if truth[0] not in ("{}", r"\cup") or names[0] != names[1]:
         return all(map(same_answer, answer[1:], truth[1:]))
-    times = lambda item, tree: sum(same_answer(item, other) for other in tree[1:])
-    return all(times(item, answer) == times(item, truth) for item in answer[1:])
+    equal = [[same_answer(item, other) for other in truth[1:]] for item in answer[1:]]
+    return all(sum(row) == equal.count(row) for row in equal)  # as many of each kind
 
 
 def same_value(answer, truth):
