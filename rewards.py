@@ -21,13 +21,13 @@ import operator
 import os
 import random
 import re
-import statistics
 import sys
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+import numpy
 from jinja2 import TemplateError  # what chat templates raise; torch brings jinja2
 
 
@@ -54,11 +54,10 @@ def kk_reward(completions, solution, **columns):
     """
     prompts = columns.get("prompts") or ["<think>"] * len(completions)
     rewards = []
-    triples = zip(completions, prompts, solution, strict=True)
-    for row, (completion, prompt, truth) in enumerate(triples):
+    for completion, prompt, truth in zip(completions, prompts, solution, strict=True):
         roles = read_roles(message_text(truth))
         if not roles:
-            raise ValueError(f"row {row} of `solution` does not give each name one role: {truth!r}")
+            raise ValueError(f"`solution` does not give each name one role: {truth!r}")
         opened = "<think>" if message_text(prompt).rstrip().endswith("<think>") else ""
         rewards.append(score_puzzle(opened + message_text(completion), roles))
     return rewards
@@ -101,7 +100,6 @@ def read_roles(text, names=None):
 # no expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
 
 MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
-MAX_BOX = 10_000  # characters within which a box closes: a model can learn to repeat "{"
 MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
 NOT_READ = (KeyError, ValueError, ArithmeticError, RecursionError)  # no expression, 1/0, too deep
 
@@ -119,13 +117,12 @@ def extract_boxed(text):
     >>> extract_boxed(r"\boxed{1}</think> So $\boxed{\frac{1}{2}}$, in \boxed as you asked.")
     '\\frac{1}{2}'
     """
-    text, opening = text.rpartition("</think>")[2], None
+    text = text.rpartition("</think>")[2]
     box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
-    for opening in re.finditer(box, text):
-        pass  # up to the last one
-    if opening is None or opening[1]:
-        return opening and opening[1]
-    depth, content = 1, text[opening.end() :][:MAX_BOX]
+    last = re.match(rf"(?s).*{box}", text)
+    if last is None or last[1]:
+        return last and last[1]
+    depth, content = 1, text[last.end() :]
     for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
         if depth == 0:
@@ -169,8 +166,7 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(\\\$|€)\s*(-?[0-9.,]*[0-9])", r"\2\1"),  # $5 becomes 5$
     (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: STANDARD.get(sign[0], sign[0]) + " "),
     (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
-    (r"(?:[\[(]\s*)?\\begin\s*\{array\}\s*\{[clr|]*\}|\\begin\s*\{[bp]?matrix\}", r"\\begin "),
-    (r"\\end\s*\{array\}(?:\s*[\])])?|\\end\s*\{[bp]?matrix\}", r"\\end "),  # a kind of bracket
+    (r"\\(begin|end)\s*\{(?:array|[bp]?matrix)\}(?:\s*\{[clr|]*\})?", r"\\\1 "),  # a bracket
     (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
     (r"\^\s*\{?\s*\\circ *\}?", r"\\text{degree}"),
     (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
@@ -186,9 +182,8 @@ REWRITES = (  # in this order: what can be written in several ways is written in
     (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
     (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
     (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
-    (r"\\frac\s*([0-9])", r"\\frac{\1}"),  # \frac12 is one half
-    (r"\\frac\s*(\{[^{}]*\})\s*([0-9])", r"\\frac\1{\2}"),
-    (r"([0-9])\s*\\frac\s*\{([0-9]+)\}\s*\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
+    (r"\\frac\s*([0-9]|\{[^{}]*\})\s*([0-9])", r"\\frac{\1}{\2}"),  # \frac12 is one half
+    (r"([0-9])\s*\\frac\s*\{*([0-9]+)\}*\s*\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
     (r"(?<![\w.])10\s*\^\s*(?:([0-9]{1,3})(?![0-9])|\{\s*(-?[0-9]{1,3})\s*\})", r"1e\1\2"),
     (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
     *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
@@ -227,7 +222,7 @@ NAME = r"\\(?:pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"  # or 
 NAME = rf"[A-Za-z]+(?:_.+)?|[0-9]+_.+|{NAME}|{FUNCTION}.+"
 NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
 KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
-STRUCTURES = {*KINDS, "name=", ",", ";", "=", "!=", "<", "<=", r"\cup"}
+OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
 PRECEDENCE = {";": 1, ",": 2, "=": 3, r"\approx": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3}
 PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
 FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
@@ -306,7 +301,7 @@ def same_answer(answer, truth):
     trees = (answer, truth)
     if (answer[0] == "name=") != (truth[0] == "name="):
         answer, truth = trees = [tree[2] if tree[0] == "name=" else tree for tree in trees]
-    if not any(tree[0] in STRUCTURES for tree in trees):
+    if all(isinstance(tree, str) or tree[0] in ("", *OPERATIONS) for tree in trees):
         return same_value(answer, truth)
     if answer[0] != truth[0] or len(answer) != len(truth):
         return False
@@ -355,9 +350,6 @@ def value(tree, sign):
     return functools.reduce(OPERATIONS[tree[0]], others, first)
 
 
-OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
-
-
 # ---------------------- The two tasks: from a data file to rows, a prompt, responses and a reward
 
 KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then \
@@ -396,7 +388,7 @@ class Task:
                 cells = ("{:.2f} [{:.2f}, {:.2f}]".format(*cell) for cell in cells)
                 lines.append((measure, difficulty, row["prompts"], *cells))
             means = ([row[measure][0] for row in table.values()] for table in tables.values())
-            cells = (f"{statistics.fmean(values):.2f}{'':13}" for values in means)
+            cells = (f"{numpy.mean(values):.2f}{'':13}" for values in means)
             lines.append((measure, "mean", "", *cells))
         columns = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
         return "\n".join(columns.format(*line).rstrip() for line in lines)
@@ -426,9 +418,7 @@ def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
     if isinstance(value, float):
         value = int(value) if value.is_integer() else value if math.isfinite(value) else None
-    if isinstance(value, bytes):
-        value = value.decode()
-    return "" if value is None or isinstance(value, (list, dict)) else str(value)
+    return "" if value is None or isinstance(value, (list, dict, bytes)) else str(value)
 
 
 class UserError(Exception):
@@ -465,20 +455,18 @@ def load_data(args, tokenizer):
     else:
         held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
     keys = {row["key"] for row in held_out}
-    training = [
-        row for row in rows if not any(key in row["key"] or row["key"] in key for key in keys)
-    ]
+    kept = [row for row in rows if not any(key in row["key"] or row["key"] in key for key in keys)]
     chosen = []
     for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
         chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
-    told = f"{len(training)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
+    told = f"{len(kept)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
     if args.data and rows:
         why = "also in --eval-data" if args.eval_data else "held out for evaluation"
-        told += f"; {len(rows) - len(training)} of {len(rows)} rows are {why}"
-    if rows and not training:
+        told += f"; {len(rows) - len(kept)} of {len(rows)} rows are {why}"
+    if rows and not kept:
         raise UserError(f"nothing is left to train on: {told}")
     print(told)
-    return training, chosen
+    return kept, chosen
 
 
 def load_rows(source, args, tokenizer):
@@ -488,30 +476,23 @@ def load_rows(source, args, tokenizer):
     if not table:
         raise UserError(f"{source} is empty: it has no rows")
     names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
-    if "completions" in names:  # a reward gets the responses by this name
-        raise UserError(f"{source} has a column completions: give it another name")
     rows, left_out = [], {}  # left_out: reason → the numbers of its rows
     for number, columns in enumerate(table, 1):
         try:
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
                 row = make_row(columns, args, tokenizer)
-                row["columns"] = {name: columns.get(name) for name in names if name is not None}
-                check_row(row, args, tokenizer)
-            rows.append(row)
+            row["columns"] = {name: columns.get(name) for name in names if name is not None}
+            if args.task == "math" or int(row["difficulty"]) in args.people:
+                rows.append(row)
         except UserError as reason:
-            left_out.setdefault(str(reason), []).append(number)
-    told = []
-    for why, them in left_out.items():
-        numbers = ", ".join(map(str, them[:9])) + ", ..." * (len(them) > 9)
-        told.append(f"{len(them)} {why} (row {numbers})")
+            left_out.setdefault(str(reason), []).append(str(number))
+    told = [f"{len(them)} {why} (row {', '.join(them[:9])})" for why, them in left_out.items()]
     if args.task == "math" and not args.reward:
         texts = len(rows)
         for row in rows:
             with suppress(*NOT_READ):
                 texts -= bool(parse(tokenize(row["solution"])[0]))
         told += [f"{texts} compared as text (see math-verify in data/GUIDE.md)"] * bool(texts)
-    if args.task == "kk":
-        rows = [row for row in rows if int(row["difficulty"]) in args.people]
     found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
     if not rows:
         found += f" (columns: {', '.join(map(str, names))}; --task {args.task}"
@@ -520,38 +501,6 @@ def load_rows(source, args, tokenizer):
     if told:
         print(f"{Path(source).name}: {found}")
     return rows
-
-
-UNUSABLE = (  # solutions of mathematics, and why
-    (r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z", "whose solution says that there is none"),
-    (r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z", "whose solution is a list"),
-    (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
-    (
-        r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)",
-        "with LaTeX that JSON has cut: \\f of \\frac",
-    ),
-)
-
-
-def check_row(row, args, tokenizer):
-    """UserError with the reason where a row cannot be used."""
-    task, solution = TASKS[args.task], row["solution"]
-    if not row["key"] or not solution.strip():
-        raise UserError("without a prompt or a (boxed) solution")
-    if re.search(r"[\ud800-\udfff]", row["prompt"] + solution):
-        raise UserError("with half a character (a lone surrogate)")
-    if re.search(r"[\b\f](?=[a-z])", row["prompt"]):
-        raise UserError(UNUSABLE[-1][1])
-    for pattern, reason in UNUSABLE if args.task == "math" and not args.reward else ():
-        if re.search(pattern, solution):
-            raise UserError(reason)
-    # A solution, as the answer in the form of either task, must earn the full reward.
-    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
-    nobody = args.task == "kk" and row["difficulty"] == "0"
-    if nobody or not args.reward and task.reward([response], [solution]) != [task.solved]:
-        raise UserError(f"whose solution --task {args.task} cannot read")
-    if len(tokenizer(row["prompt"], add_special_tokens=False).input_ids) > args.max_prompt_length:
-        raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
 
 
 def prompt_stream(rows, size, seed, skip=0):
@@ -580,7 +529,6 @@ def read_table(source):
     if kind != ".parquet" and Path(source).is_file():
         raise UserError(f"{source} is no jsonl, json, csv or parquet file: make it one of these")
     import datasets  # here, because it takes a second to import
-    import numpy
     import pyarrow.parquet
 
     if kind == ".parquet":
@@ -591,19 +539,26 @@ def read_table(source):
 
     def as_meant(value, kind):
         """A class by its name; float32 .3 without the digits that it gets as float64."""
-        if isinstance(value, dict):
-            return {name: as_meant(value[name], kind[name]) for name in value}
-        if isinstance(value, int) and hasattr(kind, "int2str"):
+        if isinstance(value, int) and isinstance(kind, datasets.ClassLabel):
             return kind.int2str(value)
         short = isinstance(value, float) and kind.dtype == "float32"
         return float(str(numpy.float32(value))) if short else value
 
-    return [as_meant(row, data.features) for row in data.to_list()]
+    kinds = data.features
+    return [{name: as_meant(row[name], kinds[name]) for name in row} for row in data.to_list()]
+
+
+UNUSABLE = (  # solutions of mathematics, and why
+    (r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z", "whose solution says that there is none"),
+    (r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z", "whose solution is a list"),
+    (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
+    (r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)", "with LaTeX that JSON has cut"),
+)
 
 
 def make_row(columns, args, tokenizer):
     """The columns of a data set → prompt, solution, difficulty, and the question twice: as it was
-    `asked`, and as a `key` by which questions are compared."""
+    `asked`, and as a `key` by which questions are compared. UserError: why a row cannot be used."""
     if not isinstance(columns, dict):
         raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
@@ -617,16 +572,33 @@ def make_row(columns, args, tokenizer):
             prompt, opening = [{"role": "user", "content": question}], ""
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
+    asked = " ".join(question.split())
+    prompt = render_prompt(tokenizer, prompt, opening)
+    if not asked or not solution.strip():
+        raise UserError("without a prompt or a (boxed) solution")
     choices = columns.get("choices") or columns.get("options") or ()
     if not all(str(choice) in question for choice in choices):
         raise UserError("with choices that its question does not show")
+    if re.search(r"[\b\f](?=[a-z])", prompt):
+        raise UserError(UNUSABLE[-1][1])
+    for pattern, reason in UNUSABLE if args.task == "math" and not args.reward else ():
+        if re.search(pattern, solution):
+            raise UserError(reason)
+    # A solution, as the answer in the form of either task, must earn the full reward.
+    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
+    people = len(read_roles(solution) or ())
+    unknown = args.task == "kk" and not people
+    if unknown or not args.reward and task.reward([response], [solution]) != [task.solved]:
+        raise UserError(f"whose solution --task {args.task} cannot read")
+    if len(tokenizer(prompt, add_special_tokens=False).input_ids) > args.max_prompt_length:
+        raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
     level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
     return {
-        "asked": " ".join(question.split()),
-        "key": " ".join(question.split()).casefold(),
-        "prompt": render_prompt(tokenizer, prompt, opening),
+        "asked": asked,
+        "key": asked.casefold(),
+        "prompt": prompt,
         "solution": solution,
-        "difficulty": str(len(read_roles(solution) or ())) if args.task == "kk" else level,
+        "difficulty": str(people) if args.task == "kk" else level,
     }
 
 
@@ -636,13 +608,13 @@ CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]"
 
 def render_prompt(tokenizer, messages, opening=""):
     """The text that the model continues: chat messages up to its own turn, or plain text."""
-    text = messages
-    if not isinstance(messages, str):
-        text = "\n\n".join(message["content"] for message in messages)
-        rendered = len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
-        if tokenizer.chat_template and not rendered:
-            return render_chat(tokenizer, messages, opening)
-        text += "" if rendered else f"\n\n{opening}"  # a base model: the words without a chat
+    is_text = isinstance(messages, str)
+    text = messages if is_text else "\n\n".join(message["content"] for message in messages)
+    is_whole = is_text or len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
+    if tokenizer.chat_template and not is_whole:
+        return render_chat(tokenizer, messages, opening)
+    if not is_whole:  # a base model: the words without a chat
+        text += f"\n\n{opening}"
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
         text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
     return text
@@ -659,13 +631,12 @@ def render_chat(tokenizer, messages, opening):
         content = f"{system['content']}\n\n{user['content']}" if known else user["content"]
         forms.append([{**user, "content": content}, *others])
     for form in forms:
-        options = {"tokenize": False, "add_generation_prompt": True}
-        with suppress(*[TemplateError] * (form is not forms[-1])):
-            text = tokenizer.apply_chat_template(form, **options)
+        with suppress(TemplateError):
+            text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True)
             asked = [turn["content"].split() for turn in form if turn["role"] != "assistant"]
             if all(" ".join(words) in " ".join(text.split()) for words in asked):
                 return text if text.rstrip().endswith(opening) else text + opening
-    raise UserError("whose question the chat template of --model leaves out")
+    raise UserError("whose question the chat template of --model refuses or leaves out")
 
 
 def compute_rewards(texts, rows, args):
@@ -677,14 +648,13 @@ def compute_rewards(texts, rows, args):
     """
     function = load_function(args.reward) if args.reward else TASKS[args.task].reward
     columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+    columns["completions"] = list(texts)
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {args.reward or args.task} failed"):
-        rewards = function(completions=list(texts), **copy.deepcopy(columns))
+        rewards = function(**copy.deepcopy(columns))
         numbers = [float(reward) for reward in rewards if reward is not None]
-    if isinstance(rewards, (dict, set, str)) or not all(map(math.isfinite, numbers)):
-        numbers = []
-    if len(numbers) != len(texts):
+    if isinstance(rewards, dict) or len(numbers) != len(texts) or not numpy.isfinite(numbers).all():
         raise UserError(f"{args.reward} must return a list: one finite number for each response")
     return numbers
 
@@ -720,30 +690,28 @@ def tally(rows, answers, solved_reward):
     table = {}
     for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
         group = [each for row, each in zip(rows, answers) if row["difficulty"] == difficulty]
-        rewards = [[reward for _, reward in each] for each in group]  # (prompts, 1 + k)
-        k, sampled = len(rewards[0]) - 1, [each[1:] or each for each in rewards]
-        right = [[reward >= solved_reward for reward in each] for each in rewards]
-        measures = {"greedy": [each[0] for each in right]}
+        rewards = numpy.array([[reward for _, reward in each] for each in group])
+        right = rewards >= solved_reward  # (prompts, 1 + k)
+        k = len(group[0]) - 1
+        table[difficulty] = {"prompts": len(group), "greedy": wilson_interval(right[:, 0])}
         if k:
-            measures[f"avg@{k}"] = [statistics.fmean(each[1:]) for each in right]
-            measures[f"pass@{k}"] = [any(each[1:]) for each in right]
-        table[difficulty] = {"prompts": len(group)}
-        for name, values in measures.items():
-            mean = statistics.fmean(values)
-            table[difficulty][name] = (mean, *wilson_interval(mean, len(group)))
-        table[difficulty]["reward"] = (statistics.fmean(itertools.chain(*sampled)),)
+            table[difficulty][f"avg@{k}"] = wilson_interval(right[:, 1:].mean(1))
+            table[difficulty][f"pass@{k}"] = wilson_interval(right[:, 1:].any(1))
+        table[difficulty]["reward"] = (float(rewards[:, min(k, 1) :].mean()),)
     return table
 
 
-def wilson_interval(mean, count):
-    """95 % interval for a share measured on `count` prompts (Wilson's score interval).
+def wilson_interval(values):
+    """The mean of values between 0 and 1, and its 95 % interval (Wilson's score interval).
 
-    For the mean of values between 0 and 1, such as avg@k, it is rather too wide.
+    Where they are not just 0 or 1, as for avg@k, it is rather too wide.
 
-    >>> tuple(round(bound, 3) for bound in wilson_interval(0.5, 100))
-    (0.404, 0.596)
+    >>> [round(number, 3) for number in wilson_interval([0, 1] * 50)]
+    [0.5, 0.404, 0.596]
     """
     z = 1.959964
+    count = len(values)
+    mean = float(numpy.mean(values))
     centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
     half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count**2))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return mean, max(0.0, centre - half), min(1.0, centre + half)

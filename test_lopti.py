@@ -1136,12 +1136,10 @@ def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys, monkeypat
 def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
-    puzzle = {"quiz": "Who?", **KK_TRUTH}
     questions = ("Who? " * 1024, "Is she? " * 1024)
     write_jsonl(folder / "long.jsonl", [{"quiz": quiz, **KK_TRUTH} for quiz in questions])
     write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
-    write_jsonl(folder / "taken.jsonl", [{**puzzle, "completions": "?"}])
-    good = json.dumps(puzzle)
+    good = json.dumps({"quiz": "Who?", **KK_TRUTH})
     (folder / "broken.jsonl").write_text(f'{good}\n\n{{"quiz": "torn"\n{good}\n')
     (folder / "notes.txt").write_text(good)
     (folder / "empty.jsonl").touch()
@@ -1190,7 +1188,6 @@ ERRORS |= {  # the flags: what the sentence must name
     "--data {silent}": "silent.jsonl, see data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt",
     "--data {empty}": "no rows",
     "--data {notes}": "jsonl, json, csv or parquet",
-    "--data {taken}": "column completions",
     "--eval-only --data {empty} --eval-data=": "instead of --data",
     **{f"--model {{{name}}}": name for name in ("weightless", "mistyped", "adapter")},
     "@{wrong}": "argument --alpha: must lie between 0 and 1, not 2",

@@ -68,7 +68,7 @@ def test_kk_format_and_what_the_prompt_has_opened():
             assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
             assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
     for truth in ("nobody here", "(1) Ann is a knight\n(2) Ann is a knave", None):
-        with pytest.raises(ValueError, match="row 1 of `solution` does not give each name one"):
+        with pytest.raises(ValueError, match="`solution` does not give each name one"):
             rewards.kk_reward(["a", "b"], [TRUTH, truth])
 
 
@@ -80,7 +80,7 @@ BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || 
 def test_the_last_box_is_read():
     for text, content in (row.split(" | ") for row in re.split(r" \|\| |\n", BOXES)):
         assert str(rewards.extract_boxed(text)) == content, text
-    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * rewards.MAX_BOX)]
+    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * 10_000)]
     texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
     assert rewards.math_reward(texts, [r"$\boxed{42}$"] * 4, level=[1] * 4) == [1.0, 0.0, 0.0, 1.0]
     for function in (rewards.kk_reward, rewards.math_reward):
@@ -257,14 +257,11 @@ BAD = {  # why a row is left out: its answers, or its problems, or such rows
     "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
 }
 BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
-PROBLEMS = {
-    "half a character": "\ud83d?",
-    "with LaTeX": "\frac12?",
-    "longer than --max": "Hm? " * 999,
-}
+PROBLEMS = {"with LaTeX": "\frac12?", "longer than --max": "Hm? " * 999}
 BAD |= {why: [{**GOOD, "problem": x}] for why, x in PROBLEMS.items()}
 BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}]
-BAD["that cannot be read"] = [{"prompt": user(x), "solution": "2"} for x in (None, TEXT, 2)]
+TURNS = [user(content) for content in (None, TEXT, 2, "\ud83d")]  # the last: half a character
+BAD["that cannot be read"] = [{"prompt": turn, "solution": "2"} for turn in TURNS]
 BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
 
 
@@ -316,7 +313,7 @@ def test_data_are_read_as_they_are_written(tmp_path, capsys):
     path.write_text("problem,answer,answer\n2?,2,3\n")
     with pytest.raises(lopti.UserError, match="two columns of one name"):
         load_rows(path)
-    for name, value, meant in (("binary", b"2", "2"), ("float32", 0.3, "0.3"), ("yes", 1, "yes")):
+    for name, value, meant in (("float32", 0.3, "0.3"), ("yes", 1, "yes")):
         kind = datasets.ClassLabel(names=["no", name]) if name == meant else datasets.Value(name)
         features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
         data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
