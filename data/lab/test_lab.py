@@ -45,6 +45,7 @@ for package in ("matplotlib", "pandas", "scipy", "IPython"):
 import compare
 import diagnose
 import lecture
+import pandas
 import theory
 import tokens as pages
 import transformers
@@ -216,10 +217,9 @@ def test_compare_refuses_in_one_sentence(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     for flags, said in {
         "--seeds 0-1 --jbos": "two methods or more",
-        "--seeds 0-1 --eta=0.5 --stapo --names GRPO": "as many --names",
         "--seeds 0-1 --rates 1 2 --eta=0.5 --stapo": "--rates needs --rate-seeds",
         "--seeds 0-4 --rates 1 2 --rate-seeds 4 --eta=0.5 --stapo": "--seeds has none of these",
-        "--seeds 0-4 --eta=0.5 --stapo wrong": "unrecognized arguments: wrong",
+        "--seeds 0-4 --eta=0.5 --stapo wrong": "each in quotation marks",
     }.items():
         monkeypatch.setattr(sys, "argv", ["compare.py", *flags.split()])
         with pytest.raises(SystemExit):
@@ -276,9 +276,9 @@ def test_the_table_of_compare():
     both = compare.table(runs, ["GRPO", "near"], args)
     assert list(both.index[3:]) == ["far − GRPO", "near − GRPO", "far − near"]
     assert both.loc["far − near", "by step"] == "+0.225 ± 0.000, p 0.000"
-    assert compare.holm([0.04, 0.01, 0.02, 0.05, 0.03]) == pytest.approx(
-        [0.09, 0.05, 0.08, 0.09, 0.09]
-    )
+    p_values = pandas.Series([0.04, 0.01, 0.02, 0.05, 0.03])
+    corrected = compare.holm(p_values).sort_index().tolist()
+    assert corrected == pytest.approx([0.09, 0.05, 0.08, 0.09, 0.09])
     one = compare.table({name: {0: lines[0]} for name, lines in runs.items()}, ["GRPO"], args)
     assert one.loc["far − GRPO"].tolist() == [1, "+0.235", "+0.010", "+0.100", "+0.080"]
     runs["no KL"] = {seed: line_of(0.0, 0.1, 0.5) for seed in leads}
@@ -294,7 +294,7 @@ def test_compare_goes_on_and_chooses_rates(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     commands = []
 
-    def run(command, **options):
+    def run(command, **_):
         words = list(map(str, command[2:]))
         commands.append((Path(command[1]).name, words))
         if "--resume" in words:
@@ -311,8 +311,7 @@ def test_compare_goes_on_and_chooses_rates(monkeypatch, tmp_path, capsys):
         (folder / "metrics.jsonl").write_text(9 * (json.dumps(metrics) + "\n"))
         row = {"step": 9, "table": {"2": {"prompts": 1, "greedy": [0.123456, 0, 1]}}}
         (folder / "evaluations.jsonl").write_text(json.dumps(row) + "\n")
-        print("lopti.py: stopped", file=options["stdout"], flush=True)
-        return types.SimpleNamespace(returncode=130 * stopped)
+        return types.SimpleNamespace(returncode=130 * stopped, stderr="lopti.py: stopped\n")
 
     monkeypatch.setattr(compare.subprocess, "run", run)
     flags = ["--seeds", "0-1", "--rates", "1e-4", "2e-4", "--rate-seeds", "90", "--rate-steps", "3"]
