@@ -30,6 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 from scipy import stats
@@ -176,8 +177,6 @@ def table(runs, bases, args):
 
 def draw(runs, file):
     """Accuracy in training by step, running means of five steps, with 95 % intervals."""
-    import matplotlib.pyplot as plt
-
     plt.style.use("petroff10")
     for name, lines in runs.items():
         curves = pandas.DataFrame([running_means(line, "accuracy") for line in lines.values()])
