@@ -21,17 +21,16 @@ over the seeds (Student's t). p: of the t-test, after Holm's correction for all 
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import zlib
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 from scipy import stats
@@ -39,30 +38,6 @@ from scipy import stats
 ROOT, WORK = Path(__file__).resolve().parents[2], Path("runs/compare")
 METRICS = ("accuracy", "reward", "rollout/kl", "entropy", "completions/mean_length")
 BY_STEP, EQUAL_KL, HELD_OUT, KL_END = "by step", "at equal KL", "held out", "KL at the end"
-COLORS = ("#555555", "#8B5A2B", "#E69F00", "#6A3D9A", "#009E73", "#000000", "#56B4E9", "#CC79A7")
-
-
-def numbers(text):
-    """'0-2,7' → [0, 1, 2, 7]"""
-    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
-    return [number for end in ends for number in range(end[0], end[-1] + 1)]
-
-
-FLAGS = {
-    "--seeds": {"type": numbers, "required": True, "help": "0-4, or 0,2,7"},
-    "--rates": {"type": float, "nargs": "+", "help": "learning rates; each method takes its best"},
-    "--rate-seeds": {"type": numbers, "default": [], "help": "of the runs that choose the rates"},
-    "--rate-steps": {"type": int, "help": "--steps of these runs"},
-    "--names": {"nargs": "+", "help": "of the methods, in the table and the picture"},
-    "--against": {"type": int, "nargs": "+", "default": [1], "help": "leads over the 1st method …"},
-    "--judge": {"type": int, "nargs": "+", "help": "steps whose evaluations count"},
-    "--kl": {"type": float, "nargs": 2, "default": (0.0, np.inf), "help": "at equal KL"},
-    "--jobs": {"type": int, "default": 1, "help": "runs at a time"},
-    "--threads": {"type": int, "default": 1, "help": "of each run"},
-    "--results": {"type": Path, "default": WORK / "results.jsonl", "help": "%(default)s"},
-    "--table": {"action": "store_true", "help": "of what has finished: train nothing"},
-    "--plot": {"metavar": "FILE", "help": "draw accuracy in training by step"},
-}
 
 # ---- Training
 
@@ -73,8 +48,8 @@ def read_lines(path):
 
 def train(flags, seed, args):
     """One run, begun or gone on with, as a process of its own. Returns what to say of it."""
-    words, name = shlex.split(flags), re.sub(r"[^A-Za-z0-9]+", "-", flags)[-60:].strip("-")
-    folder = WORK / f"{name}-{zlib.crc32(flags.encode()):08x}-{seed}"
+    words = shlex.split(flags)
+    folder = WORK / f"{zlib.crc32(flags.encode()):08x}-{seed}"
     if not (folder / "final").exists():
         own = [pair for pair in pairwise(words) if pair[0] in ("--variant", "--only")]
         command = [sys.executable, ROOT / ("data/lab/variants.py" if own else "lopti.py")]
@@ -83,50 +58,41 @@ def train(flags, seed, args):
         else:
             shutil.rmtree(folder, ignore_errors=True)
             command += [*words, "--seed", f"{seed}", "--name", folder.name, "--output", WORK]
-        log, environment = folder.with_suffix(".log"), {"OMP_NUM_THREADS": f"{args.threads}"}
-        with log.open("w", encoding="utf-8") as stream:
-            options = {"stdout": stream, "stderr": stream, "env": os.environ | environment}
-            if subprocess.run(command, check=False, **options).returncode:
-                return f"{log}: {' '.join(log.read_text('utf-8').splitlines()[-1:])}"
+        if (run := subprocess.run(command, check=False, capture_output=True, text=True)).returncode:
+            return run.stderr.strip()
     steps, evaluations = (read_lines(folder / f"{x}.jsonl") for x in ("metrics", "evaluations"))
     line = {"flags": flags, "seed": seed}
     line["evaluations"] = [{name: row[name] for name in ("step", "table")} for row in evaluations]
     line["metrics"] = {name: [step[name] for step in steps] for name in METRICS}
-    short = json.loads(json.dumps(line), parse_float=lambda text: float(f"{float(text):.4g}"))
     with args.results.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(short) + "\n")
+        stream.write(json.dumps(line) + "\n")
     shutil.rmtree(folder / "final")
     (folder / "checkpoint.pt").unlink(missing_ok=True)
     return "done"
 
 
 def train_all(texts, seeds, args):
-    """Train what has not finished, --jobs at a time. Returns {(flags, seed): line of results}."""
-    results = lambda: {(line["flags"], line["seed"]): line for line in read_lines(args.results)}
-    done, pool = results(), ThreadPoolExecutor(args.jobs)
-    todo = [(text, seed) for seed in seeds for text in texts if not args.table]
-    try:  # after Ctrl-C no other starts
-        futures = {pool.submit(train, *run, args): run for run in todo if run not in done}
-        for count, future in enumerate(as_completed(futures), 1):
-            flags, seed = futures[future]
-            print(f"{count} of {len(futures)}: {flags}, seed {seed}: {future.result()}", flush=True)
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return results()
+    """Train what has not finished, --jobs at a time. {name: flags} → {name: {seed: line}}."""
+    finished = lambda: {(line["flags"], line["seed"]): line for line in read_lines(args.results)}
+    done = finished()
+    todo = [(text, seed) for seed in seeds for text in texts.values() if (text, seed) not in done]
+    with ThreadPoolExecutor(args.jobs) as pool:  # after Ctrl-C no other starts
+        told = pool.map(lambda run: train(*run, args), [] if args.table else todo)
+        for count, ((flags, seed), said) in enumerate(zip(todo, told), 1):
+            print(f"{count} of {len(todo)}: {flags}, seed {seed}: {said}", flush=True)
+    done = finished()
+    of_text = lambda text: {seed: done[text, seed] for seed in seeds if (text, seed) in done}
+    return {name: of_text(text) for name, text in texts.items()}
 
 
 def best_rate(name, flags, rates, args, more=2):
-    """The learning rate at which accuracy by step is best.
-
-    Where that is the lowest or the highest, the next beyond it is tried too, `more` times.
-    """
+    """The rate of the best accuracy by step; beyond the lowest or highest `more` are tried."""
     steps = ["--steps", f"{args.rate_steps}"] if args.rate_steps else []
     texts = {x: shlex.join([*flags, "--learning-rate", f"{x:g}", *steps]) for x in sorted(rates)}
-    results, seeds = train_all(texts.values(), args.rate_seeds, args), args.rate_seeds
-    lines = {rate: [results.get((text, seed)) for seed in seeds] for rate, text in texts.items()}
-    found = {rate: np.mean([*map(by_step, each)]) for rate, each in lines.items() if all(each)}
-    if len(found) < 2:
-        sys.exit(f"compare.py: {name} has not finished at two rates")
+    runs = train_all(texts, args.rate_seeds, args)
+    if len(runs) < 2 or any(len(lines) < len(args.rate_seeds) for lines in runs.values()):
+        sys.exit(f"compare.py: {name} has not finished at two rates or more, with all --rate-seeds")
+    found = {rate: np.mean([*map(by_step, lines.values())]) for rate, lines in runs.items()}
     best, tried = max(found, key=found.get), list(found)
     beyond = {tried[0]: tried[0] ** 2 / tried[1], tried[-1]: tried[-1] ** 2 / tried[-2]}
     if best in beyond and more:
@@ -159,110 +125,120 @@ def running_means(line, name):
     return pandas.Series(line["metrics"][name]).rolling(5).mean().dropna().to_numpy()
 
 
-def at_equal_kl(first, second, limits=(0.0, np.inf)):
+def at_equal_kl(first, second, limits):
     """The lead of one run at equal KL; NaN where the two have no KL in common."""
     kls = [np.maximum.accumulate(running_means(line, "rollout/kl")) for line in (first, second)]
     low = max(limits[0], *(kl.min(initial=np.inf) for kl in kls))
     high = min(limits[1], *(kl.max(initial=-np.inf) for kl in kls))
     if low >= high:
         return np.nan
-    at, means = np.linspace(low, high, 101), [running_means(x, "accuracy") for x in (first, second)]
+    means = [running_means(line, "accuracy") for line in (first, second)]
+    at = np.linspace(low, high, 101)
     return np.mean(np.interp(at, kls[0], means[0]) - np.interp(at, kls[1], means[1]))
 
 
 def interval(values):
-    """The mean, half of its 95 % interval and the p of Student's t-test; NaNs are left out."""
-    values = pandas.Series(values, dtype=float).dropna()
-    mean, error, freedom = np.float64(values.mean()), values.sem(), len(values) - 1
-    with np.errstate(all="ignore"):
-        return mean, stats.t.ppf(0.975, freedom) * error, 2 * stats.t.sf(abs(mean) / error, freedom)
+    """Of each column: the mean, half of its 95 % interval and the p of Student's t-test."""
+    mean, error, freedom = values.mean(), values.sem(), values.count() - 1
+    p = 2 * (mean.abs() / error).combine(freedom, stats.t.sf)
+    return mean, stats.t.ppf(0.975, freedom) * error, p
 
 
 def holm(p_values):
-    """Holm's correction, (N,) → (N,); NaN counts as 1."""
-    p_values = np.nan_to_num(p_values, nan=1.0)
-    order = np.argsort(p_values)
-    steps = p_values[order] * np.arange(len(order), 0, -1)
-    return np.maximum.accumulate(steps).clip(max=1)[order.argsort()]
+    """Holm's correction of a column, lowest p first; NaN counts as 1."""
+    ascending = p_values.fillna(1.0).sort_values()
+    return (ascending * np.arange(len(ascending), 0, -1)).cummax().clip(upper=1)
 
 
 def table(runs, bases, args):
     """The methods, and their leads over `bases`, as a frame of text. runs: {name: {seed: line}}."""
-    methods, leads, rows = {}, {}, {}
+    methods, leads = {}, {}  # frames, with a row for each seed
     for name, lines in runs.items():
         found = {seed: outcomes(line, args) for seed, line in lines.items()}
         methods[name] = pandas.DataFrame.from_dict(found, "index")
     for base, name in product(bases, runs):
-        if name != base and f"{base} − {name}" not in leads:
-            values = (methods[name] - methods[base]).dropna(how="all")  # by seed
-            pairs = [(runs[name][seed], runs[base][seed]) for seed in values.index]
-            values[EQUAL_KL] = [at_equal_kl(*pair, args.kl) for pair in pairs]
-            leads[f"{name} − {base}"] = values
-    for name, values in (methods | leads).items():
-        rows[name] = {"runs": len(values)}
-        for column in values:
-            mean, half, _ = interval(values[column])
-            cell = f"{mean:{'+' if name in leads else ''}.3f} ± {half:.3f}".replace(" ± nan", "")
-            rows[name][column] = "–" if np.isnan(mean) else cell.replace("-", "−")
-    for column in (BY_STEP, EQUAL_KL, HELD_OUT):
-        p_values = holm([interval(values[column])[2] for values in leads.values()])
-        for name, p in zip(leads, p_values):
-            rows[name][column] += f", p {p:.3f}" * ("±" in rows[name][column])
-    return pandas.DataFrame.from_dict(rows, "index")
+        lead = (methods[name] - methods[base]).dropna(how="all")
+        if len(lead) and name != base and f"{base} − {name}" not in leads:
+            pairs = [(runs[name][seed], runs[base][seed]) for seed in lead.index]
+            lead[EQUAL_KL] = [at_equal_kl(*pair, args.kl) for pair in pairs]
+            leads[f"{name} − {base}"] = lead
+    groups = pandas.concat(methods | leads).groupby(level=0, sort=False)
+    means, halves, p_values = interval(groups)
+    p_values = p_values.loc[[*leads], [BY_STEP, EQUAL_KL, HELD_OUT]].apply(holm)
+    p_values = p_values.where(halves.notna()).reindex_like(means)
+    shown = lambda x, form: x.map(form.format, na_action="ignore").astype(object).fillna("")
+    text = shown(means, "{:.3f}")
+    text.loc[[*leads]] = shown(means.loc[[*leads]], "{:+.3f}")
+    text += shown(halves, " ± {:.3f}") + shown(p_values, ", p {:.3f}")
+    text = text.replace("-", "−", regex=True).replace("", "–")
+    text.insert(0, "runs", groups.size())
+    return text
 
 
 def draw(runs, file):
     """Accuracy in training by step, running means of five steps, with 95 % intervals."""
-    import matplotlib.pyplot as plt
-
-    for (name, lines), color in zip(runs.items(), COLORS * len(runs)):
-        curves = zip(*[running_means(line, "accuracy") for line in lines.values()])
-        mean, half, _ = np.transpose([*map(interval, curves)])
-        steps = np.arange(3, 3 + len(mean))  # the middle of five
-        plt.plot(steps, mean, color=color, label=name)
-        band = np.clip([mean - half, mean + half], 0, 1)
-        plt.fill_between(steps, *band, color=color, alpha=0.15)
+    plt.style.use("petroff10")
+    for name, lines in runs.items():
+        curves = pandas.DataFrame([running_means(line, "accuracy") for line in lines.values()])
+        mean, half, _ = interval(curves)
+        steps = mean.index + 3  # the middle of five
+        plt.plot(steps, mean, label=name)
+        plt.fill_between(steps, (mean - half).clip(0), (mean + half).clip(upper=1), alpha=0.15)
     plt.gca().set(xlabel="step", ylabel="accuracy in training")
-    plt.legend()
-    plt.savefig(file, dpi=120)
+    plt.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    plt.savefig(file, dpi=120, bbox_inches="tight")
+
+
+# ---- The command
+
+
+def numbers(text):
+    """'0-2,7' → [0, 1, 2, 7]"""
+    ends = [[int(end) for end in part.split("-")] for part in text.split(",")]
+    return [number for end in ends for number in range(end[0], end[-1] + 1)]
 
 
 def main():
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
-    for name, options in FLAGS.items():
-        parser.add_argument(name, **options)
+    add = parser.add_argument
+    add("--seeds", type=numbers, required=True, help="0-4, or 0,2,7")
+    add("--rates", type=float, nargs="+", help="learning rates; each method takes its best")
+    add("--rate-seeds", type=numbers, default=[], help="of the runs that choose the rates")
+    add("--rate-steps", type=int, help="--steps of these runs")
+    add("--against", type=int, nargs="+", default=[1], help="leads over the 1st method …")
+    add("--judge", type=int, nargs="+", help="steps whose evaluations count")
+    add("--kl", type=float, nargs=2, default=(0.0, np.inf), help="at equal KL")
+    add("--jobs", type=int, default=1, help="runs at a time, of $OMP_NUM_THREADS (1) threads each")
+    add("--results", type=Path, default=WORK / "results.jsonl", help="%(default)s")
+    add("--table", action="store_true", help="of what has finished: train nothing")
+    add("--plot", metavar="FILE", help="draw accuracy in training by step")
     argv = [*sys.argv[1:], "--"]
     end = argv.index("--")
-    ours = lambda word: word and (word[0] not in "-@" or word.split("=")[0] in {*FLAGS, "--help"})
-    args = parser.parse_args([word for word in argv[:end] if ours(word)])
-    methods = [shlex.split(word) for word in argv[:end] if not ours(word)]
-    names = args.names or [shlex.join(method) or "GRPO" for method in methods]
-    if len(names) < 2 or len({*names}) != len(methods):
-        parser.error("give two methods or more, each in quotation marks, and as many --names")
+    args, methods = parser.parse_known_args(argv[:end])
+    if len(methods) < 2 or any(method and method[0] not in "-@" for method in methods):
+        parser.error("give two methods or more, each in quotation marks")
     if args.rates and (not args.rate_seeds or {*args.seeds} & {*args.rate_seeds}):
         parser.error("--rates needs --rate-seeds, and --seeds has none of these")
-    for folder in (WORK, args.results.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    args.results.parent.mkdir(parents=True, exist_ok=True)
     args.results.touch()
     texts = {}
-    for name, method in zip(names, methods):
-        flags = [*argv[end + 1 : -1], *method]
+    for method in methods:
+        name = method or "GRPO"
+        flags = [*argv[end + 1 : -1], *shlex.split(method)]
         if args.rates:
             flags += ["--learning-rate", f"{best_rate(name, flags, args.rates, args):g}"]
         texts[name] = shlex.join(flags)
-    results, runs = train_all(texts.values(), args.seeds, args), {}
-    for name, text in texts.items():
-        lines = {seed: results[text, seed] for seed in args.seeds if (text, seed) in results}
-        runs |= {name: lines} if lines else {}
-    bases = [names[number - 1] for number in args.against if names[number - 1] in runs]
-    print(table(runs, bases, args).to_string() if runs else "no run has finished")
-    if args.plot and runs:
+    runs = train_all(texts, args.seeds, args)
+    if not any(runs.values()):
+        sys.exit("compare.py: no run has finished")
+    print(table(runs, [[*runs][number - 1] for number in args.against], args).to_string())
+    if args.plot:
         draw(runs, args.plot)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's & takes away
     try:
         main()
     except KeyboardInterrupt:

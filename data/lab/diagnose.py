@@ -1,9 +1,8 @@
-r"""Does your model have the problem of the paper, and would AR and Lopti help? No training.
+"""Does your model have the problem of the paper, and would AR and Lopti help? No training.
 
     python data/lab/diagnose.py                                  # the bundled model, minutes
     python data/lab/diagnose.py --model M --data F --task math   # any flags of lopti.py
     python data/lab/diagnose.py --batches 30                     # shorter intervals
-    python data/lab/diagnose.py --only '^\W*\w+'                 # beside an oracle (variants.py)
 
 It samples rollout batches as lopti.py would, cuts them into mini-batches (one optimizer step each),
 and takes the gradient of each part of their tokens at the policy that sampled: without a clip and
@@ -18,7 +17,6 @@ the KL. ±: 95 % by the jackknife over mini-batches. α is .3 and η .5 unless g
 """
 
 import argparse
-import copy
 import math
 import re
 import sys
@@ -35,9 +33,8 @@ import numpy as np
 import theory
 import torch
 from scipy import stats
-from theory import updated_copy
 from tqdm import tqdm
-from variants import bias_correction, matching
+from variants import bias_correction
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.1)  # of the four bins of π
 ALPHAS = (0.1, 0.3, 1.0)
@@ -48,9 +45,8 @@ NOTHING = 1e-14  # a gradient of no tokens is shorter
 SMALL = 15  # %: a gain whose interval holds 0 and ends before this makes little difference,
 SMALL_IF_SURE = 3  # or one whose interval does not hold 0 and ends before this
 
-# The text that is printed, names of numbers with their digits, {} for answers; a line with ~ for
-# --only. The paper's numbers are read off its figures for Qwen2.5-7B-Instruct-1M; the norms over
-# that of all tokens, .82.
+# The text that is printed, names of numbers with their digits, {} for answers. The paper's numbers
+# are read off its figures for Qwen2.5-7B-Instruct-1M; the norms over that of all tokens, .82.
 PAGE = Path(__file__).with_suffix(".txt.in").read_text(encoding="utf-8").rstrip()
 
 
@@ -61,10 +57,10 @@ def collect(policy, tokenizer, rows, args):
     rollout = lopti.sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)
     rewards = torch.tensor(lopti.compute_rewards(rollout.texts, batch, args)).to(policy.device)
     rollout.old_logprobs, _ = lopti.score(policy, rollout, args)
-    rollout.advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
+    advantages = lopti.reinforce_pp_advantages(rewards, rollout.mask)
     if args.advantage == "grpo":
-        of_answers = lopti.group_advantages(rewards, args.group_size)
-        rollout.advantages = of_answers[:, None] * rollout.mask
+        advantages = lopti.group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+    rollout.advantages = advantages
     return rollout, rewards
 
 
@@ -98,14 +94,13 @@ def alphas_of(args):
     return sorted({*ALPHAS, args.alpha})
 
 
-def gradients(policy, batch, matched, args, exact=True):
+def gradients(policy, batch, args, exact=True):
     """What a mini-batch's gradient is made of: rows as kept by `stored` (K, D), entries (K, E).
 
     The rows, in ascent of J, each divided by the number of response tokens:
     - Σ Â ∇log π over the tokens of each piece of `pieces_of(η)`: together they are GRPO's gradient;
     - Σ Â π ∇log π over all: AR's gradient is (1-α) GRPO's + α this;
-    - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V, and that of the pass π ≥ η;
-    - Σ Â ∇log π over the oracle's tokens, `matched` (B, L).
+    - the bias of AR at α = 1, V·∇Σ_a m(a)π(a) with Â for V, and that of the pass π ≥ η.
     """
     parameters = [weights for weights in policy.parameters() if weights.requires_grad]
     kept = lopti.tokens_to_keep(policy, batch, args) & batch.old_logprobs.isfinite()
@@ -122,7 +117,6 @@ def gradients(policy, batch, matched, args, exact=True):
         losses = [*(pieces * terms).sum(1), (terms * pi).sum()]
         losses.append(bias_correction(logits, advantages, alpha=1.0, eta=0.0))
         losses.append(bias_correction(logits, advantages, 0.0, args.eta, "high"))
-        losses.append(terms[matched[micro_batch, : tokens.shape[1]][tokens]].sum())
         rows = []
         for loss in losses:
             options = {"retain_graph": loss is not losses[-1], "materialize_grads": True}
@@ -140,9 +134,6 @@ def moves(policy, batch, args, norm):
     """
     settings = vars(args) | {"kl_coef": 0.0, "mini_batch_size": 0, "max_grad_norm": math.inf}
     args = argparse.Namespace(**settings)
-    if policy.num_parameters() < 5e7 and policy.device.type != "mps":  # likely tokens move little
-        policy, args.dtype = copy.deepcopy(policy).double(), "float32"
-        policy.set_experts_implementation("eager")  # grouped ones take no float64
     exactly = argparse.Namespace(**settings | {"dtype": "float32"})
     probabilities = lambda model: lopti.score(model, batch, exactly)[0].exp()
     rate = args.learning_rate * policy.num_parameters() ** 0.5 / norm
@@ -150,7 +141,7 @@ def moves(policy, batch, args, norm):
     descent = lambda model, _: torch.optim.SGD(model.parameters(), lr=rate)
     likely, before = every & (pi >= EDGES[3]), probabilities(policy)
     for tokens in (every, every & (pi < EDGES[1]), likely):
-        [trained] = updated_copy(policy, batch, [tokens], args, descent)
+        [trained] = theory.updated_copy(policy, batch, [tokens], args, descent)
         sizes.append(float((probabilities(trained) - before)[likely].abs().mean()))
     return np.array(sizes)
 
@@ -172,16 +163,12 @@ def inner_products(vectors):
 
 
 def methods(args, count):
-    """The gradients of GRPO, of both passes of Lopti, of AR and AR without its bias for each α.
-
-    Each as its coefficients by the rows of `gradients`; with AR's is the oracle's, with --only.
-    """
+    """GRPO, Lopti's passes, AR and AR without bias for each α: coefficients of `gradients`' rows."""
     pieces, alphas, rows = pieces_of(args.eta), np.array(alphas_of(args))[:, None], np.eye(count)
     parts, (by_pi, bias) = rows[: len(pieces)], rows[len(pieces) :][:2]
     grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
     ar = (1 - alphas) * grpo + alphas * by_pi
-    oracle = rows[-1:] if args.only else rows[:0]
-    return grpo, low, grpo - low, np.concatenate([ar, oracle]), ar - alphas * bias
+    return grpo, low, grpo - low, ar, ar - alphas * bias
 
 
 def gradient_statistics(dots, counts, args, used):
@@ -190,10 +177,9 @@ def gradient_statistics(dots, counts, args, used):
     A gradient is written as its coefficients by the K rows of `gradients`; n mini-batches.
     """
     pieces, rows, n = pieces_of(args.eta), np.eye(dots.shape[1]), len(used)
-    parts, (by_pi, bias, bias_of_high, oracle) = rows[: len(pieces)], rows[len(pieces) :]
-    bins = np.stack(
-        [parts[[a <= start < b for start, _ in pieces]].sum(0) for a, b in pairwise(EDGES)]
-    )
+    parts, (by_pi, bias, bias_of_high) = rows[: len(pieces)], rows[len(pieces) :]
+    bin_of = np.digitize([start for start, _ in pieces], EDGES)
+    bins = np.stack([parts[bin_of == number].sum(0) for number in range(1, len(EDGES))])
     grpo, low, high, ar, unbiased = methods(args, len(rows))
     chosen = dots[used][:, :, used]
     own = chosen[range(n), :, range(n)]  # (n, K, K): products within a mini-batch
@@ -214,20 +200,16 @@ def gradient_statistics(dots, counts, args, used):
     by_signal, by_energy = signal_share(by_pi), (grpo @ mean_own @ by_pi) / energy(grpo)
     sigma, phi = signal_share(high), math.atan((energy(high) / energy(low)) ** 0.5)
     cosine = (low @ mean_own @ high) / (energy(low) * energy(high)) ** 0.5
-    split = 100 * (theory.split_gain(sigma, phi, cosine) - 1)
-    if min(lengths(low).max(), lengths(high).max()) < NOTHING:
-        split = np.nan
+    has_both = min(lengths(low).max(), lengths(high).max()) > NOTHING
+    split = 100 * (theory.split_gain(sigma, phi, cosine) - 1) if has_both else np.nan
     norms = np.array([lengths(x).mean() for x in (*bins, grpo)])
-    *tokens, of_oracle = counts[used].sum(0) / counts[used, :4].sum()
-    of_oracle = [of_oracle, energy(oracle) / energy(bins).sum(), signal_share(oracle)]
     return {
         "progress": progress(grpo),
         "ratio": norms[0] / norms[3] if norms[3] > NOTHING else np.nan,
-        "share of tokens": np.array(tokens),
+        "share of tokens": counts[used].sum(0) / counts[used].sum(),
         "‖gradient‖ (of all tokens: 1)": norms[:4] / norms[4],
         "share of the energy": energy(bins) / energy(bins).sum(),
         "share of the signal": signal_share(bins),
-        "share of the oracle": np.array(of_oracle),
         "mean π": np.array([by_signal, by_energy, by_signal - by_energy]),
         "gain in %, measured": np.array([gain(step) for step in ar]),
         "gain in %, measured, without the bias": np.array([gain(step) for step in unbiased]),
@@ -274,12 +256,10 @@ def page(found, args):
         cells = [cell.removesuffix(" ± nan") for cell in cells]
         return f"{label:<40}" + "".join(f"{'?' if 'nan' in cell else cell:>15}" for cell in cells)
 
-    alphas = [f"α = {alpha:g}" for alpha in alphas_of(args)] + ["oracle"] * bool(args.only)
+    alphas = "".join(f"{f'α = {alpha:g}':>15}" for alpha in alphas_of(args))
     wrap = partial(textwrap.fill, width=98, initial_indent="  ", subsequent_indent="  ")
     answers = map(wrap, sentences(found, args))
-    text = re.sub("^~" if args.only else "^~.*\n", "", PAGE, flags=re.MULTILINE)
-    text = re.sub(r"(.*) \| (\d)", numbers, text)
-    return text.format(*answers, alphas="".join(f"{name:>15}" for name in alphas))
+    return re.sub(r"(.*) \| (\d)", numbers, PAGE).format(*answers, alphas=alphas)
 
 
 def compared(gain, half):
@@ -334,7 +314,7 @@ def measure(policy, tokenizer, rows, count, args):
     responses = args.prompts_per_step * args.group_size
     size = min(args.mini_batch_size or responses, responses)
     planned, weights = count * math.ceil(responses / size), policy.num_parameters(True)
-    exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 4) <= MEMORY
+    exact = 4.0 * weights * planned * (len(pieces_of(args.eta)) + 3) <= MEMORY
     torch.manual_seed(args.seed)
     prompts = lopti.prompt_stream(rows, args.prompts_per_step, args.seed)
     right, measured, moved = [], [], []
@@ -343,11 +323,9 @@ def measure(policy, tokenizer, rows, count, args):
         right += (rewards >= args.solved_reward).tolist()
         for batch in map(rollout.rows, torch.arange(responses).split(size)):
             if batch.advantages.any():  # else there is no step
-                pi = batch.old_logprobs.exp()
-                matched = matching(batch.ids, batch.mask, tokenizer, args.only)
-                found = gradients(policy, batch, matched, args, exact)
-                counts = np.histogram(pi[batch.mask].tolist(), EDGES)[0]
-                measured.append((*found, np.append(counts, int(matched.sum()))))
+                pi = batch.old_logprobs[batch.mask].exp()
+                found = gradients(policy, batch, args, exact)
+                measured.append((*found, np.histogram(pi.tolist(), EDGES)[0]))
                 if len(measured) % max(2, planned // 5) == 1:  # it takes as long as the gradients
                     norm = found[0][: len(pieces_of(args.eta))].double().sum(0).norm()
                     moved.append(moves(policy, batch, args, float(norm)))
@@ -357,11 +335,10 @@ def measure(policy, tokenizer, rows, count, args):
             f"only {used} of {planned} mini-batches have a group with unequal rewards ({share} are "
             "right): take more --batches, a larger --group-size or other --data"
         )
-    vectors, entries, *others = zip(*measured)
-    entries = torch.stack(entries).double()
-    numbers = inner_products(torch.stack(vectors)), *map(np.stack, others), args
+    vectors, entries, counts = zip(*measured)
+    numbers = inner_products(torch.stack(vectors)), np.stack(counts), args
     found = jackknife(partial(gradient_statistics, *numbers), used)
-    found |= jackknife(partial(adam_statistics, entries, args), used)
+    found |= jackknife(partial(adam_statistics, torch.stack(entries).double(), args), used)
     name, parts = "moves π ≥ .75 (an update on all: 1)", lambda x: [x[1], x[2], x[1] - x[2]] / x[0]
     found |= jackknife(lambda used: {name: parts(np.mean([moved[i] for i in used], 0))}, len(moved))
     kept = "kept whole" if exact else f"as sketches of {BUCKETS} numbers"
@@ -372,12 +349,9 @@ def main(argv=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--batches", type=lopti.within(int, 1), default=10, help="default: 10")
-    parser.add_argument("--only", default="", help="the words that an oracle would train on")
     own, flags = parser.parse_known_args(argv)
     args = lopti.parse_arguments(["--alpha", "0.3", "--eta", "0.5", *flags])  # the paper's
-    if args.eval_only:
-        raise lopti.UserError("leave --eval-only out: the page is about training prompts")
-    args.only, started = own.only, time.process_time()
+    started = time.process_time()
     policy, tokenizer, rows, _ = lopti.prepare(args)
     found, text = measure(policy, tokenizer, rows, own.batches, args)
     print(f"{text}, {time.process_time() - started:.0f} s of processor time\n")

@@ -3,7 +3,6 @@ r"""lopti.py with one of its functions replaced, which is no method of the paper
     python data/lab/variants.py --variant without-bias --alpha 1    # AR without its bias
     python data/lab/variants.py --variant random-split --eta 0.5    # random groups, Lopti's sizes
     python data/lab/variants.py --variant oracle --only '^\W*\w+'   # only the first word is trained
-    python data/lab/variants.py --variant oracle --only '\b(?!(ok|fine)\b)\w+'   # all but two words
     python data/lab/variants.py --variant plain-sampling            # one call of HF's `generate`
 
 All other flags are lopti.py's. The oracle is told by a regular expression which words matter: it
@@ -23,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti  # isort: skip, before torch
 
 import torch
-import transformers
 
 update, split_tokens = lopti.update, lopti.split_tokens
+tokenizer_of = functools.cache(lopti.AutoTokenizer.from_pretrained)
 
 
 def random_split(old_logprobs, mask, eta):
@@ -62,6 +61,7 @@ def update_without_bias(policy, optimizer, rollout, tokens, args):
     """`lopti.update`, one mini-batch at a time: it adds its gradient to the correction's."""
     low, _ = split_tokens(rollout.old_logprobs, rollout.mask, args.eta)
     stage = ("low" if torch.equal(tokens, low) else "high") if args.eta else "all"
+    rollout = replace(rollout, tokens=tokens)
     totals = Counter()
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
         batch, every = rollout.rows(indices), range(len(indices))
@@ -75,21 +75,14 @@ def update_without_bias(policy, optimizer, rollout, tokens, args):
             advantages = (part.advantages[at] / weights).nan_to_num()  # 0/0 outside of --min-p
             loss = bias_correction(logits, advantages, args.alpha, args.eta, stage)
             (loss / kept.mask.sum()).backward()
-        of_batch = tokens[indices, : batch.ids.shape[1]]
-        totals.update(update(policy, optimizer, batch, of_batch, args))
+        totals.update(update(policy, optimizer, batch, batch.tokens, args))
     return totals
 
 
-tokenizer_of = functools.cache(transformers.AutoTokenizer.from_pretrained)
-
-
 def matching(ids, mask, tokenizer, pattern):
-    """The tokens (B, L) whose text touches a match of `pattern` in the text of their response.
-
-    None if there is no pattern.
-    """
+    """The tokens (B, L) whose text touches a match of `pattern` in the text of their response."""
     found = torch.zeros_like(mask)
-    for row, places in enumerate(mask if pattern else ()):
+    for row, places in enumerate(mask):
         own = ids[row, places].tolist()
         texts = tokenizer.batch_decode([own[:end] for end in range(len(own) + 1)])
         spans = [match.span() for match in re.finditer(pattern, texts[-1])]
