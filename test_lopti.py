@@ -910,8 +910,9 @@ for part in (random_model(), TOKENIZER):
     part.save_pretrained(SMALL)
 for use in ("train", "test"):
     write_jsonl(SMALL / f"{use}.jsonl", read_jsonl(ROOT / "data" / f"kk_{use}.jsonl")[:20])
+ROWS = f"--data {SMALL}/train.jsonl --eval-data {SMALL}/test.jsonl --people 2 "
 FLAGS = (
-    f"--model {SMALL} --data {SMALL}/train.jsonl --eval-data {SMALL}/test.jsonl --people 2 "
+    f"--model {SMALL} {ROWS}"
     "--steps 4 --save-every 2 --alpha 0.3 --eta 0.5 --prompts-per-step 2 --group-size 4 "
     "--max-new-tokens 24 --mini-batch-size 4 --eval-size 1 --eval-samples 1 --eval-every 2 "
     f"--reward {__name__}:vowels_modulo_3 --solved-reward 1 "

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from test_lopti import (  # isort: skip, because it says that no test asks the hub
+    ROWS,
     TINY,
     TOKENIZER,
     arguments,
@@ -59,7 +60,7 @@ import lopti
 # ------------------------------------------------------------------------------ the token page
 
 LAB = Path(__file__).resolve().parent
-PAGE_FLAGS = "--people 2 --seed 1 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
+PAGE_FLAGS = f"{ROWS} --seed 1 --prompts-per-step 2 --group-size 4 --max-new-tokens 60 --show 1 "
 
 
 def data_of(path):
@@ -505,8 +506,7 @@ def test_the_condition_for_ar():
         assert float(criterion) == pytest.approx(found, rel=1e-4)
 
 
-SMALL_BATCH = ["--people", "2", "--prompts-per-step", "2", "--max-new-tokens", "24"]
-SMALL_BATCH += ["--dtype", "float32"]
+SMALL_BATCH = f"{ROWS} --prompts-per-step 2 --max-new-tokens 24 --dtype float32".split()
 
 
 def test_the_update_without_bias():
