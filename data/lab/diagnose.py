@@ -163,10 +163,7 @@ def inner_products(vectors):
 
 
 def methods(args, count):
-    """GRPO, Lopti's two passes, AR and AR without its bias (a row for each α).
-
-    Each gradient as its coefficients by the rows of `gradients`.
-    """
+    """GRPO, Lopti's passes, AR and AR without bias (by α): coefficients of rows of `gradients`."""
     pieces, alphas, rows = pieces_of(args.eta), np.array(alphas_of(args))[:, None], np.eye(count)
     parts, (by_pi, bias) = rows[: len(pieces)], rows[len(pieces) :][:2]
     grpo, low = parts.sum(0), parts[[end <= args.eta for _, end in pieces]].sum(0)
