@@ -81,21 +81,21 @@ class Rollout:
         return Rollout(texts=[], **part)
 
 
-def training_step(policy, reference, optimizer, tokenizer, prompts, args):
-    """One step of GRPO with Advantage Reweighting and Lopti, on a batch of prompts (rows of data).
+def training_step(policy, reference, optimizer, tokenizer, batch, args):
+    """One step of GRPO with Advantage Reweighting and Lopti, on a batch of rows of data.
 
     The comments 1. to 7. are the steps of the algorithm in README.md, and the sections below.
     `reference` is None where β = 0. Returns the step's metrics and, for each of the B responses,
     (text, reward); responses g·G … g·G+G-1 answer prompt g.
     """
-    rows = [row for row in prompts for _ in range(args.group_size)]  # one for each response
-    texts = [row["prompt"] for row in prompts]
+    prompts = [row["prompt"] for row in batch]
+    rows = [row for row in batch for _ in range(args.group_size)]  # one for each response
     clock = [time.perf_counter()]
-    rollout = sample(policy, tokenizer, texts, args.group_size, args.temperature, args)  # 1. o
+    rollout = sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)  # 1. o
     clock.append(time.perf_counter())
     rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(policy.device)  # 2. R
     clock.append(time.perf_counter())
-    old_logprobs, entropies = score(policy, rollout, args)  # 3. π_old, π_ref: (B, L) each
+    old_logprobs, entropies = score(policy, rollout, args)  # 3. log π_old, log π_ref: (B, L)
     rollout.old_logprobs = old_logprobs
     rollout.ref_logprobs = score(reference, rollout, args)[0] if reference else None
     clock.append(time.perf_counter())
@@ -147,21 +147,20 @@ def sample(model, tokenizer, prompts, group_size, temperature, args, end_ids=Non
         model.generation_config = own_settings
     truncated = torch.tensor([response[-1] not in end_ids for response in responses])
     ids, mask, lengths = pack(prompt_ids, responses, pad_id)
-    without_end = [ids if endless else ids[:-1] for ids, endless in zip(responses, truncated)]
+    without_end = [each if cut else each[:-1] for each, cut in zip(responses, truncated)]
     tensors = [values.to(model.device) for values in (ids, mask, lengths, truncated)]
     return Rollout(*tensors, tokenizer.batch_decode(without_end))
 
 
-STRETCH = 32  # tokens: so often responses that have ended leave
+STRETCH = 32  # tokens, after which responses that have ended leave the batch
 CACHE = ALL_CACHE_NAMES[0]  # HF's name of the argument: `cache` since transformers 5.24
 
 
 def generate_in_stretches(model, tokenizer, prompt_ids):
     """HF `generate` by the settings of the model: N lists of prompt ids → N lists of response ids.
 
-    Draws from the same distribution as one plain call. Every `STRETCH` tokens responses that have
-    ended leave the batch: 2.3 times faster with the bundled model (`seconds/sampling` of a run, and
-    of one with data/lab/variants.py --variant plain-sampling).
+    From the same distribution as one plain call, 2.3 times faster with the bundled model
+    (`seconds/sampling` of a run, and of one with data/lab/variants.py --variant plain-sampling).
     """
     settings = model.generation_config
     ends = settings.eos_token_id
@@ -290,7 +289,7 @@ def group_advantages(rewards, group_size):
     """Â_i = (R_i - mean of group) / (standard deviation of group + 1e-6), Eq. 1: (B,) → (B,)
 
     The deviation is the sample's (divided by G-1). A group whose rewards are all equal gets exactly
-    0: rounding noise over a tiny deviation would otherwise become advantages of order one.
+    0: rounding would leave small advantages, and Adam makes whole steps of small gradients.
 
     >>> group_advantages(torch.tensor([1., 0., 0., 1., 3., 3.]), group_size=2)
     tensor([ 0.7071, -0.7071, -0.7071,  0.7071,  0.0000,  0.0000])
@@ -336,8 +335,8 @@ def split_tokens(old_logprobs, mask, eta):
 
 # 7. The update: mini-batches (one optimizer step each) of micro-batches (what memory allows) ------
 
-# What `update` adds up, 0 where no step is taken: every line of metrics.jsonl has the same keys.
-STATISTICS = ("policy_loss", "kl", "updated_share", "grad_norm")
+# The keys of what `update` adds up; always all, so that lines of metrics.jsonl have the same ones.
+STATISTICS = ("policy_loss", "kl", "updated_share")
 STATISTICS += tuple(f"clip_ratio/{name}_mean" for name in ("low", "high", "dual"))
 COUNTS = ("optimizer_steps", "skipped_steps", "nonfinite_steps", "masked_tokens")
 
@@ -349,10 +348,10 @@ def update(policy, optimizer, rollout, tokens, args):
     A mini-batch is one optimizer step. N is the number of its response tokens (with STAPO or 80/20:
     of those they keep), low and high ones together, whatever the micro-batches. A mini-batch whose
     gradient is 0 is skipped, because Adam would move the weights all the same. Returns sums over
-    the mini-batches: STATISTICS (those of `policy_loss`, and the gradient's norm) and COUNTS.
+    the mini-batches: STATISTICS (those of `policy_loss`), the gradient's norm and COUNTS.
     """
     rollout = replace(rollout, tokens=tokens)
-    totals = Counter(dict.fromkeys(STATISTICS + COUNTS, 0))
+    totals = Counter(dict.fromkeys((*STATISTICS, "grad_norm", *COUNTS), 0))
     for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
         batch = rollout.rows(indices)
         batch.mask = tokens_to_keep(policy, batch, args)  # section 8
@@ -385,7 +384,7 @@ def update(policy, optimizer, rollout, tokens, args):
         norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
         totals["masked_tokens"] += int(rollout.mask[indices].sum() - normalizer)
         if norm == 0:
-            totals["skipped_steps"] += 1
+            totals.update(sums, skipped_steps=1)
         elif math.isfinite(norm):
             optimizer.step()
             totals.update(sums, grad_norm=norm, optimizer_steps=1)
@@ -424,7 +423,7 @@ def policy_loss(
     normalizer = mask.sum() if normalizer is None else normalizer
     tokens = mask if tokens is None else mask & tokens
     tokens = tokens & (logprobs != -math.inf) & (old_logprobs != -math.inf)
-    logprobs = logprobs.masked_fill(~tokens, 0.0)  # other places are set to 0
+    logprobs = logprobs.masked_fill(~tokens, 0.0)  # so that −∞ minus −∞ makes no NaN
     ratio = (logprobs - old_logprobs.masked_fill(~tokens, 0.0)).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -437,7 +436,7 @@ def policy_loss(
     share = tokens.to(ratio) / normalizer  # of the mean
     loss = ((token_loss + kl_coef * kl) * share).sum()
     with torch.no_grad():
-        clipped_off = clipped > unclipped  # the clip has taken the gradient of this token
+        clipped_off = clipped > unclipped  # no policy gradient is left of it; the KL's stays
         statistics = {
             "policy_loss": token_loss,
             "kl": kl,
@@ -512,7 +511,7 @@ def stapo_mask(logprobs, entropies, advantages, mask, tau_p=0.002, quantile=0.75
 
 
 def entropy_mask(entropies, mask, rho):
-    """80/20 (arXiv 2506.01939): keep the share ρ of tokens with the highest entropy: (B, L).
+    """80/20 (arXiv 2506.01939): keep the share ρ of highest entropy, and what ties with it: (B, L).
 
     >>> entropy_mask(torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]]), torch.tensor([[True] * 5]), rho=0.2)
     tensor([[False,  True, False, False, False]])
@@ -574,17 +573,16 @@ def train(args):
         path.write_text(json.dumps(config, indent=2))
     steps = f"Steps {saved + 1} to {last}" if saved < last else f"All {last} steps are done"
     print(f"{steps} on {policy.device}, into {folder}")
-
     batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=saved)
     progress = tqdm(range(saved, last + 1), desc="training", disable=None)
     try:
         for step in progress:
             if step > saved:  # else it is only evaluated, if that is due
-                prompts = next(batches)
+                batch = next(batches)
                 models = policy, reference, optimizer, tokenizer
-                metrics, responses = training_step(*models, prompts, args)
+                metrics, responses = training_step(*models, batch, args)
                 add_line(folder, log, "metrics", {"step": step, **metrics})
-                for row, (text, reward) in zip(prompts[:2], responses[:: args.group_size]):
+                for row, (text, reward) in zip(batch[:2], responses[:: args.group_size]):
                     sample = {"prompt": row["prompt"], "response": text, "reward": reward}
                     add_line(folder, log, "samples", {"step": step, **sample})
                 if metrics["nonfinite_steps"]:
@@ -633,7 +631,7 @@ def evaluate(policy, tokenizer, rows, args):
 
 
 def report(log, rows, args):
-    """Print what came of a run: accuracy, a prompt that it learned, what the paper speaks of."""
+    """Print what came of a run: accuracy, a prompt that it learned, unlikely tokens, gradients."""
     before, after = log["evaluations"][0], log["evaluations"][-1]
     print(f"\nHeld-out accuracy before and after {after['step']} steps, with 95 % intervals\n")
     print(TASKS[args.task].table_text({"before": before["table"], "after": after["table"]}))
@@ -648,7 +646,7 @@ def report(log, rows, args):
             print(title, " ".join(text.rpartition("</think>")[2].split())[:300])
     if steps := log["metrics"]:
         blocks = "".join("▁▂▃▄▅▆▇█"[round(7 * step["accuracy"])] for step in steps)
-        print(f"\nIn training, from the first step to the last, as in metrics.jsonl: {blocks}")
+        print(f"\nAccuracy in training, a bar for each step: {blocks}\nFirst step and last:")
         for name in ("accuracy", "low_probability_share", "grad_norm/low", "grad_norm/high"):
             if name in steps[0]:
                 print(f"{name:<24}{steps[0][name]:.2f} → {steps[-1][name]:.2f}")
@@ -683,14 +681,15 @@ def step_metrics(rollout, rewards, entropies, totals, clock, args):
         metrics["rollout/kl"] = kl.sum() / count
     metrics = Counter({name: float(value) for name, value in metrics.items()})
     for kind, sums in totals.items():
-        for name in STATISTICS:  # means over the optimizer steps; Lopti's two passes add up
-            key = f"grad_norm/{kind}" if name == "grad_norm" else name
-            metrics[key] += sums[name] / max(1, sums["optimizer_steps"])
+        for name in STATISTICS:  # means over the mini-batches; Lopti's two passes add up
+            metrics[name] += sums[name] / max(1, sums["optimizer_steps"] + sums["skipped_steps"])
+        metrics[f"grad_norm/{kind}"] = sums["grad_norm"] / max(1, sums["optimizer_steps"])
         for name in COUNTS:
             metrics[name] += sums[name]
     metrics["masked_share"] = metrics["masked_tokens"] / (len(totals) * args.passes * count)
-    for phase, *times in zip(("sampling", "rewarding", "scoring", "updating"), clock, clock[1:]):
-        metrics[f"seconds/{phase}"] = round(times[1] - times[0], 4)
+    phases = ("sampling", "rewarding", "scoring", "updating")
+    for phase, begin, end in zip(phases, clock, clock[1:]):
+        metrics[f"seconds/{phase}"] = round(end - begin, 4)
     return dict(metrics)
 
 
@@ -801,7 +800,7 @@ def check_model(model, tokenizer, rows, args):
             # Past this length a row's log-probabilities would depend on the longest row beside it.
             limit = min(limit, rope.get("original_max_position_embeddings", limit))
     ids = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
-    if max(map(len, ids)) + args.max_new_tokens > limit > 0:
+    if max(map(len, ids)) + args.max_new_tokens > limit > 0:  # some models say -1: no limit
         raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
     words = model.get_input_embeddings().num_embeddings
     largest = max(max(prompt, default=0) for prompt in ids)
@@ -809,7 +808,8 @@ def check_model(model, tokenizer, rows, args):
         raise UserError(f"the model has {words} embeddings, none for token {largest} of a prompt")
     text = 2 * tokenizer.decode(ids[0][:8])
     drawn = []
-    few = argparse.Namespace(**{**vars(args), "max_new_tokens": STRETCH + 4})
+    size = min(STRETCH + 4, args.max_new_tokens)
+    few = argparse.Namespace(**vars(args) | {"max_new_tokens": size})
     with user_errors(f"{args.model} cannot be trained"), tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)  # what cannot be saved is told before training
         with model.register_forward_hook(lambda *call: drawn.append(call[2].logits[:, -1])):
@@ -861,7 +861,7 @@ def build_parser():
     parser.set_defaults(weight_decay=0.01, max_grad_norm=1.0, clip_dual=10.0)  # without a flag
 
     def add(name, help, default=None, **options):
-        if default not in (None, "", False):
+        if default is not None and default is not False and default != "":
             help += " (default: %(default)s)"
         group.add_argument(name, help=help, default=default, **options)
 
@@ -893,8 +893,8 @@ def build_parser():
     group = parser.add_argument_group("model and data")
     add("--task", "Knights and Knaves, or math with \\boxed{}", "kk", choices=TASKS)
     add("--model", "folder or hub name of a causal model", str(HERE / "data" / "tiny"))
-    add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; or the task's")
-    add("--eval-data", "evaluation rows, in the same forms")
+    add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; else our own rows")
+    add("--eval-data", "in the same forms; without it a tenth of --data, or our own rows")
     add("--reward", "your own, f(completions, solution, **columns)", metavar="MODULE:FUNCTION")
     add("--solved-reward", "a response is right from this reward on", type=within(float, -1e9, 1e9))
     add("--people", "kk: sizes of puzzles", [2, 3], type=int, nargs="+")

@@ -132,8 +132,9 @@ def extract_boxed(text):
 def answers_match(predicted, expected):
     r"""Whether a predicted LaTeX answer is the expected one.
 
-    The expected unit may be missing; another one is wrong, as are words that are no unit. As in the
-    paper's grader 20\% counts as 20. A fraction must be in lowest terms.
+    The expected unit may be missing; another one is wrong, as are words that are no unit. Powers of
+    units and "square", "per" are not compared. As in the paper's grader 20\% counts as 20. A
+    fraction must be in lowest terms.
     >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
     (True, False, True)
     """
@@ -401,17 +402,19 @@ TASKS = {
 
 
 def question_and_solution(row):
-    """What a row asks and the solution, told by its columns; MATH's solution has it in a box."""
+    """What a row asks, its solution, and whether what it asks is a whole prompt: by its columns."""
     if row.get("reward_model"):  # verl: the prompt is chat messages
         truth = row["reward_model"]["ground_truth"]
-        return row["prompt"], truth["solution_text_format"] if isinstance(truth, dict) else truth
+        truth = truth["solution_text_format"] if isinstance(truth, dict) else truth
+        return row["prompt"], truth, True
     if row.get("prompt") and to_text(row.get("solution")):  # TRL: chat messages, or text
-        return row["prompt"], row["solution"]
+        return row["prompt"], row["solution"], True
     if "quiz" in row:  # K-and-K/knights-and-knaves
-        return row["quiz"], row.get("solution_text_format")
+        return row["quiz"], row.get("solution_text_format"), False
     if "problem" in row:  # DeepScaleR, MATH-500, and MATH, which has no answer but the box
-        return row["problem"], row.get("answer", extract_boxed(to_text(row.get("solution"))))
-    return row.get("question"), to_text(row.get("answer")).split("####")[-1]  # GSM8K
+        answer = row.get("answer", extract_boxed(to_text(row.get("solution"))))
+        return row["problem"], answer, False
+    return row.get("question"), to_text(row.get("answer")).split("####")[-1], False  # GSM8K
 
 
 def to_text(value):
@@ -440,8 +443,9 @@ def user_errors(problem):
 def load_data(args, tokenizer):
     """Training rows (none with --eval-only) and, of each difficulty, --eval-size evaluation rows.
 
-    Of --data without --eval-data a tenth is held out, always the same rows. No training question
-    contains one of the evaluation data, chosen or not, or is part of one.
+    Without --eval-data a tenth of --data, at most 500 rows, is held out, always the same ones. A
+    training row goes if its question contains an evaluation question or is part of one, also of one
+    beyond --eval-size.
     """
     if args.eval_only and args.data and not args.eval_data:
         raise UserError("--eval-only evaluates --eval-data: give that instead of --data")
@@ -563,13 +567,17 @@ def make_row(columns, args, tokenizer):
         raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
-    question, solution = question_and_solution(columns)
-    question, solution = question or "", to_text(solution).strip(" ")
-    task, prompt, opening = TASKS[args.task], question, ""
-    if question != columns.get("prompt"):  # which is a whole one
+    question, solution, is_whole = question_and_solution(columns)
+    question = question or ""
+    solution = to_text(solution).strip(" ")
+    task = TASKS[args.task]
+    prompt = question
+    opening = ""
+    if not is_whole:
         prompt, opening = task.messages(question), task.opening
         if args.reward and question == columns.get("question"):  # no words of ours
-            prompt, opening = [{"role": "user", "content": question}], ""
+            prompt = [{"role": "user", "content": question}]
+            opening = ""
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
     asked = " ".join(question.split())
@@ -577,6 +585,7 @@ def make_row(columns, args, tokenizer):
     if not asked or not solution.strip():
         raise UserError("without a prompt or a (boxed) solution")
     choices = columns.get("choices") or columns.get("options") or ()
+    choices = [choices] if isinstance(choices, str) else choices
     if not all(str(choice) in question for choice in choices):
         raise UserError("with choices that its question does not show")
     if re.search(r"[\b\f](?=[a-z])", prompt):
@@ -653,7 +662,7 @@ def compute_rewards(texts, rows, args):
     columns["prompts"] = [row["prompt"] for row in rows]
     with user_errors(f"the reward {args.reward or args.task} failed"):
         rewards = function(**copy.deepcopy(columns))
-        numbers = [float(reward) for reward in rewards if reward is not None]
+        numbers = [float(reward) for reward in rewards]
     if isinstance(rewards, dict) or len(numbers) != len(texts) or not numpy.isfinite(numbers).all():
         raise UserError(f"{args.reward} must return a list: one finite number for each response")
     return numbers
@@ -671,7 +680,10 @@ def load_function(place):
         own = Path(*module.split(".")).with_suffix(".py")
         if own.is_file() and not own.samefile(loaded.__file__):
             raise UserError(f"--reward {place}: {loaded.__file__} has that name: rename your file")
-        return functools.partial(getattr(loaded, name))  # or TypeError
+        function = getattr(loaded, name)
+        if not callable(function):
+            raise TypeError(f"{name} must be callable")
+        return function
 
 
 # ------------------------------------------------- From the rewards of held-out rows to an accuracy
@@ -697,7 +709,8 @@ def tally(rows, answers, solved_reward):
         if k:
             table[difficulty][f"avg@{k}"] = wilson_interval(right[:, 1:].mean(1))
             table[difficulty][f"pass@{k}"] = wilson_interval(right[:, 1:].any(1))
-        table[difficulty]["reward"] = (float(rewards[:, min(k, 1) :].mean()),)
+        sampled = rewards[:, 1:] if k else rewards
+        table[difficulty]["reward"] = (float(sampled.mean()),)
     return table
 
 

@@ -1,7 +1,7 @@
 """Checks every formula against a computation of its own, every pitfall, and the whole program.
 
     python -m pytest -q                  # the quick tests
-    LOPTI_ALL=1 python -m pytest -q      # all: also killed processes, notebooks, measuring scripts
+    LOPTI_ALL=1 python -m pytest -q      # all: also killed processes and the notebook
 
 First come the paper's equations with numbers done by hand, for a port to copy.
 """
@@ -645,7 +645,8 @@ def plain_training(policy, rollouts, stages, args):
     optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=args.weight_decay)
     logprobs_of = lambda model, row: plain_logprobs(model, row, args.temperature, args.min_p)
     for step, rollout in enumerate(rollouts, 1):
-        rows, counts, of_stage = plain_rows(rollout), Counter(), {stage: [] for stage in stages}
+        rows, counts = plain_rows(rollout), Counter()
+        of_stage, norms = ({stage: [] for stage in stages} for _ in range(2))
         prompts = [TOKENIZER.decode(prompt) for prompt, _ in rows]
         texts = [TOKENIZER.decode([x for x in ids.tolist() if x not in ENDS]) for _, ids in rows]
         solutions = list(map(SOLUTIONS.get, prompts))
@@ -680,13 +681,15 @@ def plain_training(policy, rollouts, stages, args):
                     total.backward()
                     norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm).item()
                 counts["optimizer_steps" if norm else "skipped_steps"] += 1
+                of_stage[stage].append(sums)
                 if norm:
                     optimizer.step()
-                    of_stage[stage].append({**sums, f"grad_norm/{stage}": norm})
+                    norms[stage].append(norm)
                 optimizer.zero_grad()
-        for steps in of_stage.values():  # the mean over the steps of a stage, the sum over stages
-            for name in steps[0]:
-                mean = statistics.mean(sums[name] for sums in steps)
+        for stage, batches in of_stage.items():  # means over its mini-batches, summed over stages
+            metrics[f"grad_norm/{stage}"] = statistics.mean(norms[stage])
+            for name in set().union(*batches):
+                mean = statistics.mean(sums[name] for sums in batches)
                 metrics[name] = metrics.get(name, 0.0) + mean
         for name in ("optimizer_steps", "skipped_steps", "masked_tokens"):
             metrics[name] = counts[name]
@@ -886,7 +889,7 @@ def test_help_names_every_flag_and_the_pages_no_other():
     readme = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     for command in re.findall(r"python lopti\.py[^\n`]*", readme):
         assert all(flag in text for flag in re.findall(r"--[a-z][a-z-]*", command)), command
-    for name in re.findall(r"`([a-z_]+)\(\)", readme):
+    for name in re.findall(r"(?<!\.)\b([a-z_]+)\(\)", readme):
         assert any(hasattr(module, name) for module in (lopti, rewards, theory)), name
 
 

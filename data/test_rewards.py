@@ -27,7 +27,6 @@ from test_lopti import (  # isort: skip, because it says that no test asks the h
 
 import datasets
 import pytest
-from jinja2 import TemplateError
 from tokenizers.processors import TemplateProcessing
 
 import lopti
@@ -189,7 +188,7 @@ def verl(prompt, truth):
 ROWS = {  # shape: (task, a row, its question or its prompt, its solution)
     "K&K": ("kk", {"quiz": "Who?", **KK_TRUTH}, "Who?", LILY),
     "TRL": ("kk", {"prompt": user("Who?"), "solution": LILY}, "<|user|>Who?<|assistant|>", LILY),
-    "both": ("kk", {"quiz": "Who?", **KK_TRUTH, "prompt": "Other."}, "Who?", LILY),
+    "both": ("kk", {"quiz": "Who?", **KK_TRUTH, "prompt": "Who?"}, "Who?", LILY),
     "TRL, text": ("math", {"prompt": "1 + 1 =", "solution": "2", "problem": "No."}, "1 + 1 =", "2"),
     "verl": ("math", {**verl(user("1?"), "1"), "question": "1?"}, "<|user|>1?<|assistant|>", "1"),
     "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
@@ -263,6 +262,7 @@ BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", 
 TURNS = [user(content) for content in (None, TEXT, 2, "\ud83d")]  # the last: half a character
 BAD["that cannot be read"] = [{"prompt": turn, "solution": "2"} for turn in TURNS]
 BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
+BAD["with choices"].append({**GOOD, "options": "?2"})  # as csv has it: one text
 
 
 @pytest.mark.parametrize("reason", BAD)
@@ -363,9 +363,9 @@ def test_a_chat_template_loses_nothing_and_adds_nothing_twice():
         text = rewards.render_prompt(tokenizer, task.messages("Lily  is?"), task.opening)
         assert text.startswith(f"<|user|>{task.system}\n\nLily  is?") and text.count("Lily") == 1
         assert text.removeprefix(f"<|user|>{task.system}").count("<think>") == 1
-    for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('leaves out') }}"):
+    for broken in ("{{ messages[-1].content[0].text }}", "{{ raise_exception('no chat') }}"):
         tokenizer.chat_template = broken  # the first is for content in parts
-        with pytest.raises((lopti.UserError, TemplateError), match="leaves out"):
+        with pytest.raises(lopti.UserError, match="refuses or leaves out"):
             rewards.render_prompt(tokenizer, task.messages("Lily"))
 
 
@@ -393,7 +393,15 @@ def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
     """It gets copies of every column of every row, as in TRL; it returns one finite number a
     response. A file of one's own is not ours of the same name; a question gets no words of ours."""
     args = arguments(f"--reward {__name__}:from_the_data --solved-reward 1")
-    bad = ((None, 1), (1, math.nan), (1, math.inf), (1, 2, 3), ("dictionary", 1), ("a", "b"))
+    bad = (
+        (None, 1),
+        (None, 1, 2),
+        (1, math.nan),
+        (1, math.inf),
+        (1, 2, 3),
+        ("dictionary", 1),
+        ("a", "b"),
+    )
     for values in ((0, 6.5), *bad):
         rows = [{**data_row("?"), "columns": {"value": x, "nested": [1]}} for x in values]
         texts, before = ["a", "b"], copy.deepcopy(rows)

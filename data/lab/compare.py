@@ -1,6 +1,6 @@
 """Does a method help on your model? Trains each with the same seeds, and prints their leads.
 
-    python data/lab/compare.py --seeds 0-4 "" "--passes 2" "--alpha 0.3" "--eta 0.5"
+    python data/lab/compare.py --seeds 0-4 "" "--passes 2" "--alpha 0.3" "--eta 0.5" --against 1 2
     python data/lab/compare.py --seeds 0-4 "" "--eta 0.5" -- --model M --data F --task math
     python data/lab/compare.py --seeds 0-4 --rates 5e-5 1e-4 2e-4 --rate-seeds 90 "" "--eta 0.5"
 
@@ -206,9 +206,9 @@ def main():
     add("--rates", type=float, nargs="+", help="learning rates; each method takes its best")
     add("--rate-seeds", type=numbers, default=[], help="of the runs that choose the rates")
     add("--rate-steps", type=int, help="--steps of these runs")
-    add("--against", type=int, nargs="+", default=[1], help="leads over the 1st method …")
+    add("--against", type=int, nargs="+", default=[1], help="leads over method 1, 2 and so on")
     add("--judge", type=int, nargs="+", help="steps whose evaluations count")
-    add("--kl", type=float, nargs=2, default=(0.0, np.inf), help="at equal KL")
+    add("--kl", type=float, nargs=2, default=(0.0, np.inf), help="between which two, at equal KL")
     add("--jobs", type=int, default=1, help="runs at a time, of $OMP_NUM_THREADS (1) threads each")
     add("--results", type=Path, default=WORK / "results.jsonl", help="%(default)s")
     add("--table", action="store_true", help="of what has finished: train nothing")

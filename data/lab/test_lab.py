@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 from test_lopti import (  # isort: skip, because it says that no test asks the hub
+    FLAGS,
     ROWS,
     TINY,
     TOKENIZER,
@@ -563,6 +564,16 @@ def test_the_oracles_tokens():
     matched = variants.matching(ids, torch.ones_like(ids) > 0, TOKENIZER, pattern)
     assert TOKENIZER.decode(ids[matched]).split() == ["Say", "Ava-knave", "says", "Suppose"]
     assert not variants.matching(ids, torch.zeros_like(ids) > 0, TOKENIZER, ".").any()
+
+
+def test_sampling_by_one_call_of_generate(monkeypatch, tmp_path):
+    """`--variant plain-sampling` trains from its flags to its end."""
+    monkeypatch.setattr(lopti, "STRETCH", lopti.STRETCH)  # which the variant sets
+    flags = [*FLAGS.split(), "--steps", "1", "--output", str(tmp_path), "--name", "plain"]
+    monkeypatch.setattr(sys, "argv", ["variants.py", "--variant", "plain-sampling", *flags])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(variants.__file__, run_name="__main__")
+    assert lopti.STRETCH > 10**8 and (tmp_path / "plain" / "final").exists()
 
 
 def test_a_random_split_has_the_sizes_of_lopti():

@@ -99,7 +99,7 @@ def update_what_matters(pattern, policy, optimizer, rollout, tokens, args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     variants = ("without-bias", "random-split", "oracle", "plain-sampling")
     parser.add_argument("--variant", choices=variants, required=True)
     parser.add_argument("--only", metavar="PATTERN")

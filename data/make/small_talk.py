@@ -10,10 +10,10 @@ Only the first word is judged, so what it says then is noise: it earns nothing, 
 unlikely. Held-out statements are about words that no training prompt has.
 """
 
+import argparse
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 ROWS = {"train": 800, "test": 200}
@@ -64,7 +64,10 @@ def first_word(completions, solution, **columns):
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "small_talk")
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    parser.add_argument("folder", type=Path, nargs="?", default="small_talk")
+    folder = parser.parse_args().folder
     folder.mkdir(exist_ok=True)
     parts = {"train": slice(HELD_OUT, None), "test": slice(HELD_OUT)}
     for seed, (name, part) in enumerate(parts.items(), 1):

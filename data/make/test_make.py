@@ -1,6 +1,7 @@
 """Checks what the scripts of this folder have made: golden.json, the rows, the bundled model.
 
-Beside the project may lie a folder `shared` with numbers and data of others: then these as well.
+A folder `shared` beside the project, no part of it, may have numbers and data of others: where it
+is there, these are checked too.
 """
 
 import doctest

@@ -3,7 +3,7 @@
 # published script says (zhyang2226/AR-Lopti, scripts/train_kklogic_AR-Lopti_4x80GB.sh). Not yet run on GPUs.
 #
 #   KK=AR-Lopti/data/kk/instruct bash data/ports/verl_kk.sh               # KK: the published puzzles
-#   ... bash data/ports/verl_kk.sh +lopti.eta=0 +lopti.alpha=0            # GRPO; any key can be added
+#   ... bash data/ports/verl_kk.sh lopti.eta=0 lopti.alpha=0              # GRPO; a new key: +key=value
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 kk=${KK:-AR-Lopti/data/kk/instruct}
