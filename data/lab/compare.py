@@ -207,7 +207,7 @@ def main():
     add("--judge", type=int, nargs="+", help="steps whose evaluations count")
     add("--kl", type=float, nargs=2, default=(0.0, np.inf), help="between which two, at equal KL")
     add("--jobs", type=int, default=1, help="runs at a time, of $OMP_NUM_THREADS (1) threads each")
-    add("--results", type=Path, default=WORK / "results.jsonl", help="%(default)s")
+    add("--results", type=Path, default=WORK / "results.jsonl", help="default: %(default)s")
     add("--table", action="store_true", help="of what has finished: train nothing")
     add("--plot", metavar="FILE", help="draw accuracy in training by step")
     argv = [*sys.argv[1:], "--"]

@@ -99,7 +99,8 @@ def update_what_matters(pattern, policy, optimizer, rollout, tokens, args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     variants = ("without-bias", "random-split", "oracle", "plain-sampling")
     parser.add_argument("--variant", choices=variants, required=True)
     parser.add_argument("--only", metavar="PATTERN")
