@@ -179,8 +179,9 @@ def draw(runs, file):
     """Accuracy in training by step: running means of five steps, the mean over the seeds."""
     plt.style.use("petroff10")
     for name, lines in runs.items():
-        mean = np.mean([running_means(line, "accuracy") for line in lines.values()], 0)
-        plt.plot(np.arange(3, 3 + len(mean)), mean, label=name)  # 3: the middle of five
+        curves = [running_means(line, "accuracy") for line in lines.values()]
+        mean = pandas.DataFrame(curves).mean()
+        plt.plot(mean.index + 3, mean, label=name)  # 3: the middle of five
     plt.gca().set(xlabel="step", ylabel="accuracy in training")
     plt.legend(loc="upper left", bbox_to_anchor=(1, 1))
     plt.savefig(file, dpi=120, bbox_inches="tight")

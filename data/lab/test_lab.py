@@ -291,6 +291,17 @@ def test_the_table_of_compare():
         compare.table(runs, ["GRPO"], args)
 
 
+def test_the_picture_of_compare(tmp_path):
+    """The mean over seeds, from the middle of five steps on; of what has not finished, no line."""
+    lines = {seed: line_of(0.01, 0.2 * seed, 0.5) for seed in (0, 1)}
+    compare.draw({"GRPO": lines, "later": {}}, tmp_path / "picture.png")
+    drawn, empty = compare.plt.gca().lines
+    assert drawn.get_xdata().tolist() == [3, 4, 5, 6, 7] and not len(empty.get_xdata())
+    assert drawn.get_ydata().tolist() == pytest.approx([0.2, 0.25, 0.3, 0.35, 0.4])
+    assert (tmp_path / "picture.png").exists()
+    compare.plt.close()
+
+
 def test_compare_goes_on_and_chooses_rates(monkeypatch, tmp_path, capsys):
     """Runs that learn best at 4e-4, beyond the grid; the first is stopped, and then goes on."""
     monkeypatch.chdir(tmp_path)
