@@ -1161,7 +1161,7 @@ def build_parser():
             options |= {"type": int, "nargs": "+"}
         else:
             options |= {"type": each.type, "choices": each.metadata["choices"]}
-        if each.default not in (False, "", None):
+        if each.type is not bool and each.default not in ("", None):
             options["help"] += f" (default: {each.default})"
         parser.add_argument(flag(each.name), **options)
     return parser
