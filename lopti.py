@@ -673,15 +673,9 @@ def train(settings):
     last = max(settings.steps, saved)
     batches = prompt_stream(train_rows, settings.prompts_per_step, settings.seed, skip=saved)
     tell_plan(settings, policy.device, folder, saved, last)
-
-    def evaluate_step(step):
-        table, answers = evaluate(policy, tokenizer, eval_rows, settings)
-        greedy = [answers_of_row[0] for answers_of_row in answers]
-        add_line(folder, log, "evaluations", {"step": step, "table": table, "greedy": greedy})
-
     try:
         if not log["evaluations"]:
-            evaluate_step(saved)
+            log_evaluation(folder, log, saved, policy, tokenizer, eval_rows, settings)
         progress = tqdm(range(saved + 1, last + 1), desc="training", disable=None)
         for step in progress:
             batch = next(batches)
@@ -689,30 +683,22 @@ def train(settings):
             rollout, updates = training_step(
                 policy, reference, optimizer, tokenizer, batch, settings
             )
-            seconds = time.perf_counter() - started
-            metrics = {"step": step, **step_metrics(rollout, updates, settings), "seconds": seconds}
-            add_line(folder, log, "metrics", metrics)
-            for group, row in enumerate(batch[:2]):
-                first = group * settings.group_size  # of the responses to this row
-                sample = {"step": step, "prompt": row["prompt"], "response": rollout.texts[first]}
-                add_line(
-                    folder, log, "samples", {**sample, "reward": float(rollout.rewards[first])}
-                )
-            tell_step(metrics, last, progress)
-            if step == last or is_due(step, settings.eval_every):
-                evaluate_step(step)
-            if is_due(step, settings.save_every) or (settings.save_every and step == last):
+            metrics = step_metrics(rollout, updates, settings)
+            metrics["seconds"] = time.perf_counter() - started
+            log_step(folder, log, step, metrics, batch, rollout)
+            tell_step(log["metrics"], last, progress, settings)
+            if is_due(step, settings.eval_every) or step == last:
+                log_evaluation(folder, log, step, policy, tokenizer, eval_rows, settings)
+            if is_due(step, settings.save_every) or (step == last and settings.save_every):
                 save_checkpoint(folder, step, log, policy, optimizer)
                 saved = step
-    except BaseException as stop:
+    except KeyboardInterrupt as stop:
+        goes_on = f"--resume {folder} goes on after step {saved}"
+        nothing = f"{folder} has no checkpoint yet: start again"
+        raise KeyboardInterrupt(goes_on if saved else nothing) from stop
+    finally:
         if not log["evaluations"] and not settings.resume:
             shutil.rmtree(folder)  # nothing has come of the run
-        if isinstance(stop, KeyboardInterrupt):
-            goes_on = f"--resume {folder} goes on after step {saved}"
-            raise KeyboardInterrupt(
-                goes_on if saved else f"{folder} has no checkpoint yet"
-            ) from stop
-        raise
     with replaced_at_once(folder / "final") as path:
         policy.save_pretrained(path)
         tokenizer.save_pretrained(path)
@@ -850,12 +836,10 @@ def report(log, rows, settings):
         for name in ("accuracy", "low_probability_share", "grad_norm/low", "grad_norm/high"):
             if name in steps[0]:
                 print(f"{name:<24}{steps[0][name]:.2f} → {steps[-1][name]:.2f}")
-    equal = sum(line["frac_reward_zero_std"] == 1 for line in steps)
+    equal = steps_without_advantages(steps)
     if equal and settings.advantage == "grpo":
-        print(
-            f"\nIn {equal} of {len(steps)} steps no group had unequal rewards: nothing was learned"
-        )
-        print("there. Look at samples.jsonl.")
+        print(f"\nIn {equal} of {len(steps)} steps no group had unequal rewards: nothing was")
+        print("learned there. Look at samples.jsonl.")
 
 
 def show_accuracy(settings):
@@ -956,34 +940,40 @@ def tell_plan(settings, device, folder, saved, last):
     print(f"{steps} on {device}, into {folder}")
     responses = settings.prompts_per_step * settings.group_size
     remainder = responses % (settings.mini_batch_size or responses)
-    if remainder:
-        print(
-            f"{responses} responses: the last mini-batch has {remainder} of them, a step of its own"
-        )
+    if responses > settings.mini_batch_size and remainder:
+        print(f"{responses} responses: the last mini-batch, a step too, has {remainder} of them")
 
 
-def tell_step(metrics, last, progress):
+def tell_step(lines, last, progress, settings):
     """Say how training goes: in the progress bar; without a terminal, a line each tenth."""
+    metrics = lines[-1]
     step = metrics["step"]
-    progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
-    if progress.disable and step % max(1, last // 10) == 0:
-        told = f"reward {metrics['reward']:.2f}, accuracy {metrics['accuracy']:.2f}"
-        print(f"step {step} of {last}: {told}")
+    reward = metrics["reward"]
+    accuracy = metrics["accuracy"]
+    progress.set_postfix(reward=reward, accuracy=accuracy)
+    if progress.disable and is_due(step, max(1, last // 10)):
+        print(f"step {step} of {last}: reward {reward:.2f}, accuracy {accuracy:.2f}")
     if metrics["nonfinite_steps"]:
         tqdm.write(f"step {step}: left out an update whose gradient was not finite")
-    if metrics["frac_reward_zero_std"] == 1:
-        tqdm.write(f"step {step}: the rewards of each group are all equal and teach nothing")
+    if settings.advantage == "grpo" and steps_without_advantages(lines) == 1:
+        if metrics["frac_reward_zero_std"] == 1:  # the first such step
+            tqdm.write(f"step {step}: no group has unequal rewards, so there is nothing to learn")
+
+
+def steps_without_advantages(lines):
+    """In how many steps the rewards of each group were all equal."""
+    return sum(line["frac_reward_zero_std"] == 1 for line in lines)
 
 
 def run_folder(settings, policy):
     """The folder of a run, with its settings in config.json; made unless it is resumed."""
     name = settings.name or settings.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
     folder = Path(settings.resume or Path(settings.output) / name).expanduser().resolve()
-    problem = f"cannot make {folder}: choose another --output or --name, or --resume it"
-    with user_errors(problem):
+    with user_errors(f"cannot make {folder}: choose another --output or --name, or --resume it"):
         folder.mkdir(parents=True, exist_ok=bool(settings.resume))
-    with user_errors("the model cannot be saved"):
-        policy.config.to_json_string()  # what cannot be saved is told before training
+    with user_errors("the model of this run could not be saved at its end"):
+        for part in (policy.config, policy.generation_config):
+            part.save_pretrained(folder / ".final.partial")  # what becomes final/
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     with replaced_at_once(folder / "config.json") as path:
         path.write_text(json.dumps(asdict(settings) | versions, indent=2, default=str))
@@ -1033,6 +1023,24 @@ def load_checkpoint(folder, policy, optimizer):
         with replaced_at_once(folder / f"{name}.jsonl") as path:
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return state["step"], state["log"]
+
+
+def log_step(folder, log, step, metrics, batch, rollout):
+    """A line of metrics, and the first response to each of two prompts."""
+    add_line(folder, log, "metrics", {"step": step, **metrics})
+    group_size = len(rollout.texts) // len(batch)
+    for group, row in enumerate(batch[:2]):
+        text = rollout.texts[group * group_size]
+        reward = float(rollout.rewards[group * group_size])
+        sample = {"step": step, "prompt": row["prompt"], "response": text, "reward": reward}
+        add_line(folder, log, "samples", sample)
+
+
+def log_evaluation(folder, log, step, policy, tokenizer, rows, settings):
+    """Evaluate the policy: a line with the table and the greedy answers."""
+    table, answers = evaluate(policy, tokenizer, rows, settings)
+    greedy = [answers_of_row[0] for answers_of_row in answers]
+    add_line(folder, log, "evaluations", {"step": step, "table": table, "greedy": greedy})
 
 
 def add_line(folder, log, name, line):
