@@ -1158,7 +1158,7 @@ def check_model(model, tokenizer, rows, settings):
     short = longest[:8]
     repeats = 1 + length // len(longest)
     long = (longest * repeats)[: length - count]
-    with user_errors(f"{settings.model} cannot be trained"):
+    with user_errors(f"{settings.model or 'the model'} cannot be trained"):
         drawn, scored = probe(model, [short, long], exact, tokenizer.pad_token_id)
         difference = float((drawn - scored).abs().max())
         if not difference < 1e-2:  # or it is not a number
@@ -1175,8 +1175,8 @@ def check_model(model, tokenizer, rows, settings):
 def probe(model, prompts, settings, pad_id):
     """log π of all words at T tokens of each prompt's greedy response, as drawn and as scored.
 
-    Two of (N·T, V), T is `settings.max_new_tokens`. One more row ends at its first token and leaves the
-    batch after the first stretch, as responses do. The others do not end.
+    Two of (N·T, V), T is `settings.max_new_tokens`. One more row ends at its first token and leaves
+    the batch after the first stretch, as responses do. The others do not end.
     """
     drawn = []
 
