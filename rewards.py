@@ -164,10 +164,10 @@ def answers_match(predicted, expected):
     if ("=" in answer) != ("=" in truth):
         answer = without_label(answer)
         truth = without_label(truth)
-    if read(answer) == read(truth):
-        return True
+    if read(answer, with_units=False) != read(truth, with_units=False):
+        return False
     units_in_both = has_units(answer) and has_units(truth)
-    return not units_in_both and read(answer, with_units=False) == read(truth, with_units=False)
+    return not units_in_both or read(answer) == read(truth)
 
 
 def is_compared_as_text(solution):
@@ -179,50 +179,26 @@ def is_compared_as_text(solution):
     def is_text(value):
         if isinstance(value, tuple):
             return any(is_text(part) for part in value[1:])
-        return isinstance(value, str) and not value.replace(" ", "").lstrip("-\\").isalpha()
+        words_or_name = r"[A-Za-z ]+|-?\\?[A-Za-z]+"
+        return isinstance(value, str) and not re.fullmatch(words_or_name, value)
 
     text = solution_text(solution)
     return len(text) > MAX_LENGTH or is_text(read(rewrite(text), with_units=False))
 
 
 def first_of_row(table):
-    """A table of rows of words → {word: the first word of its row}."""
-    return {word: row.split()[0] for row in table.splitlines() for word in row.split()}
+    """A table of words, its rows cut by | or lines → {word: the first word of its row}."""
+    rows = table.replace("\n", "|").split("|")
+    return {word: row.split()[0] for row in rows for word in row.split()}
 
 
-# The first spelling of a row is the one that is compared.
-SPELLINGS = first_of_row(r"""* \cdot \times · ×
-- − –
-= \in ∈
-< \lt
-> \gt
-≤ \le \leq \leqslant <=
-≥ \ge \geq \geqslant >=
-≠ \ne \neq !=
-\pm ±
-\cup ∪
-\infty ∞
-\emptyset \varnothing ∅
-\sqrt √
-\pi π
-\alpha α
-\beta β
-\gamma γ
-\theta θ
-\lambda λ
-\mu μ
-\sigma σ
-\phi φ \varphi
-^2 ²
-^3 ³
-\frac{1}{2} ½
-\frac \dfrac \tfrac \cfrac
-\binom \dbinom \tbinom
-\text \textbf \mathrm \mathbf \mbox
-percent \% %
-degree \degree °
-dollar \$
-euro €""")
+# The first of a row is the spelling that is compared.
+SPELLINGS = first_of_row(r"""* \cdot \times · × | - − – | \pm ± | \cup ∪ | \sqrt √ | ^2 ² | ^3 ³
+= \in ∈ | < \lt | > \gt | ≠ \ne \neq != | ≤ \le \leq \leqslant <= | ≥ \ge \geq \geqslant >=
+\frac{1}{2} ½ | \frac \dfrac \tfrac \cfrac | \binom \dbinom \tbinom
+\infty ∞ | \emptyset \varnothing ∅ | \text \textbf \mathrm \mathbf \mbox
+percent \% % | degree \degree ° | dollar \$ | euro €
+\alpha α | \beta β | \gamma γ | \theta θ | \lambda λ | \mu μ | \pi π | \sigma σ | \phi φ""")
 BLANKS = r"\, \; \: \! \( \) \[ \] $ ~ \left \right \big \Big \quad \qquad \displaystyle"
 SPELLINGS |= dict.fromkeys(BLANKS.split(), " ")
 
@@ -347,57 +323,15 @@ def is_one_bracket(text):
     return len(text) > 2 and text[0] in "([{" and text[-1] in ")]}" and 0 not in depths(text)[:-1]
 
 
-UNITS = first_of_row("""percent
-degree degrees
-dollar dollars
-cent cents
-euro euros
-pound pounds lb lbs
-ounce ounces oz
-gram grams
-kg kilogram kilograms
-ton tons
-mm
-cm centimeter centimeters
-meter meters
-km kilometer kilometers
-inch inches in
-foot feet ft
-yard yards
-mile miles
-liter liters
-ml
-gallon gallons
-cup cups
-second seconds
-minute minutes min
-hour hours
-day days
-week weeks
-month months
-year years
-unit units
-radian radians
-way ways
-time times
-point points
-value values
-solution solutions
-person people
-student students
-child children
-man men
-woman women
-book books
-page pages
-apple apples
-ball balls
-card cards
-coin coins
-mph
-per
-square sq
-cubic""")
+UNITS = first_of_row("""percent | degree degrees | radian radians
+dollar dollars | cent cents | euro euros | pound pounds lb lbs | ounce ounces oz
+mm | cm centimeter centimeters | meter meters | km kilometer kilometers
+inch inches in | foot feet ft | yard yards | mile miles | mph | square sq | cubic | per
+ml | liter liters | gallon gallons | cup cups | gram grams | kg kilogram kilograms | ton tons
+second seconds | minute minutes min | hour hours | day days | week weeks | month months
+year years | unit units | way ways | time times | point points | value values
+solution solutions | person people | student students | child children | man men | woman women
+book books | page pages | apple apples | ball balls | card cards | coin coins""")
 
 
 def split_unit(text):
@@ -433,7 +367,7 @@ def number(text):
         start, places, period = repeating.groups()
         rest = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(places)
         return sign * (Fraction(start + "0") + rest)
-    digits = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}", r" \1/\2", digits).strip()
+    digits = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}$", r" \1/\2", digits).strip()
     mixed = re.fullmatch(r"(?:([0-9]+) )?([0-9]+/[1-9][0-9]*)", digits)
     if mixed is None:
         return None
