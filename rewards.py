@@ -204,7 +204,7 @@ SPELLINGS |= dict.fromkeys(BLANKS.split(), " ")
 
 
 def one_spelling(sign):
-    """The match of a sign → its spelling that is compared, apart from what stands beside it."""
+    """The match of a sign → the spelling of it that is compared, with a space on either side."""
     return " " + SPELLINGS.get(sign[0], sign[0]) + " "
 
 
