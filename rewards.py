@@ -228,6 +228,7 @@ REWRITES = (  # in this order, each with an example
     (SIGN, one_spelling),  # \dfrac is \frac
     (THOUSANDS + OUTSIDE, without_commas),  # 1,200 is 1200; but (1,200) is a pair
     (r"\\text *\{([^{}]*)\bm\b", r"\\text{\1meter"),  # \text{ m}: elsewhere m is a variable
+    (r"\\text *\{([^{}]*)\bs\b", r"\\text{\1second"),  # \text{ m/s}
     (r"\\text *\{([^{}]*)\}", r" \1 "),  # \text{Yes} is Yes
     (r"(\\(?:frac|binom|sqrt|overline)) *([0-9A-Za-z])", r"\1{\2}"),  # \sqrt3 is \sqrt{3}
     (rf"(\\(?:frac|binom) *{BRACES}) *([0-9A-Za-z])", r"\1{\2}"),  # \frac{1}2 is \frac{1}{2}
@@ -295,8 +296,8 @@ def read(text, with_units=True):
     value = number(quantity)
     if value is None:
         value = quantity
-    elif "percent" in unit and abs(value) < 1:
-        return (unit, value)  # nobody means 0.5 by 0.5 percent
+    elif "percent" in unit and abs(value) <= 1:
+        return (unit, value)  # a share such as 0.5 is not 0.5 percent
     return (unit, value) if unit and with_units else value
 
 

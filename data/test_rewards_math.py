@@ -29,7 +29,8 @@ PAID = {
         158000 | 158000\% | \$158000 | 158000^\circ | 158000\text{ cm} | 158000cm | €158000
         16\pi\text{ cm}^2 | 16\pi | 16 \pi cm² | 16π \text{ square centimeters}
         28\% | 28 | 28 percent  ;;  90^\circ | 90 | 90^{\circ} | 90° | 90 degrees
-        5\text{ m} | 5 | 5 meters  ;;  60\text{ miles per hour} | 60 miles/hour | 60
+        5\text{ m} | 5 | 5 meters  ;;  9\text{ m/s}^2 | 9
+        60\text{ miles per hour} | 60 miles/hour | 60
         \frac12\text{ hour} | 0.5 hours  ;;  9\text{ values} | 9  ;;  \$5 | 5 dollars""",
     "one of the two may lack the label": r"""
         x = 5 | 5 | x=5.0  ;;  5 | x = 5 | \theta = 5 | f(x)=5 | a_{n+1} = 5 | x = 5\text{ cm}
@@ -64,7 +65,8 @@ UNPAID = {
         540 | 5\$40 | 5€40 | 5$40 | 5{}\$40  ;;  56 | 5\text{}6 | 5\!6 | 5\left.6 | 5 6 | 5+6
         5 | ５ | ٥ | 5\u202e | \u202e5 | 5\0 | \text{five} | 5 hundred | 5 million | 5 dozen""",
     "percent of a share is another share": r"""
-        0.5 | 0.5\% | 50\% | 0.5\%\% | \frac12\%  ;;  \frac12 | \frac{1}{2}\%""",
+        0.5 | 0.5\% | 50\% | 0.5\%\% | \frac12\%  ;;  \frac12 | \frac{1}{2}\%
+        1 | 1\% | 100\%""",
     "another unit, or words that are no known unit": r"""
         5\text{ cm} | 5 km | 5 pounds | 5\text{ cm}^2  ;;  \$5 | 5 cents | €5  ;;  25 | 5 cm^2
         5 | 5\text{ is wrong} | 5\text{ or six} | 5 squared | 5 square | 5m | 5 xy | 5:00
