@@ -534,12 +534,11 @@ def load_rows(source, settings, tokenizer):
     if left_out:
         print(f"{name}: {found}")
     if not settings.reward:
-        silent = sum(not row["asks_for_form"] for row in rows)
-        if silent:
-            form = TASKS[settings.task].form
-            print(
-                f"{name}: {silent} prompts do not ask for a {form}: answers without one count as wrong"
-            )
+        form = TASKS[settings.task].form
+        other_form = sum(not row["asks_for_form"] for row in rows)
+        if other_form:
+            told = f"{other_form} prompts do not ask for a {form}"
+            print(f"{name}: {told}: answers without one count as wrong")
     if settings.task == "math" and not settings.reward:
         texts = sum(is_compared_as_text(row["solution"]) for row in rows)
         if texts:
@@ -568,7 +567,7 @@ def read_table(source):
     kind = Path(source).suffix.lower()
     if kind in (".json", ".jsonl"):
         text = Path(source).read_text(encoding="utf-8-sig")  # Excel marks a file's beginning
-        return json.loads(text) if kind == ".json" else read_lines(text)
+        return list(json.loads(text)) if kind == ".json" else read_lines(text)
     if kind == ".csv":
         with open(source, newline="", encoding="utf-8-sig") as stream:
             table = csv.DictReader(stream)
@@ -581,6 +580,7 @@ def read_table(source):
     import datasets  # here, because it takes a second to import
     import pyarrow.parquet
 
+    datasets.disable_progress_bars()
     if kind == ".parquet":  # read anew each time: load_dataset would keep a copy on the disk
         data = datasets.Dataset(pyarrow.parquet.read_table(source))
     elif Path(source).exists():  # a folder, whatever stands in its name
@@ -634,7 +634,8 @@ def make_row(columns, settings, tokenizer):
     task = TASKS[settings.task]
     question, solution, is_whole = question_and_solution(columns, settings)
     question = question or ""
-    if not (settings.reward and isinstance(solution, (dict, list))):  # verl's, for one's own reward
+    is_for_own_reward = settings.reward and isinstance(solution, (dict, list))
+    if not is_for_own_reward:
         solution = to_text(solution).strip(" ")
     if not question or not solution:
         raise UserError("without a prompt or a (boxed) solution")
@@ -693,9 +694,11 @@ def question_and_solution(row, settings):
 
 def to_text(value):
     """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() else value if math.isfinite(value) else None
-    return "" if value is None or isinstance(value, (list, dict, bytes)) else str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value) if value.is_integer() else value)
+    if value is None or isinstance(value, (float, list, dict, bytes)):
+        return ""
+    return str(value)
 
 
 def boxed_answer(solution):
@@ -714,23 +717,21 @@ def math_solution(solution):
     if re.search(CUT_LATEX, solution):
         raise UserError("with LaTeX that JSON has cut")
     solution = boxed_answer(solution) or solution
-    words = [word.strip(".,;:!?") for word in solution.split()]
-    words = [word for word in words if word.isalpha() and len(word) > 1 and word != "per"]
-    alternatives = [text.strip("$ ") for text in solution.split(" or ")]
-    says_nothing = not re.search(r"[\w\\∞∅]", solution)
-    if says_nothing or re.fullmatch(NO_SOLUTION, solution):
+    if not re.search(r"[\w\\∞∅]", solution) or re.fullmatch(NO_SOLUTION, solution):
         raise UserError("whose solution says that there is none")
     if re.match(r"""[\[{]+\s*['"]""", solution):
         raise UserError("whose solution is a list or other JSON")
-    if len(words) >= 5:
+    words = [word.strip(".,;:!?") for word in solution.split() if word != "per"]
+    if sum(word.isalpha() and len(word) > 1 for word in words) >= 5:
         raise UserError("whose solution is a sentence")
     if re.fullmatch(r"\d+-[A-Z][a-z]{2}|[A-Z][a-z]{2}-\d+", solution):  # 4-Mar
         raise UserError("of whose solution a spreadsheet has made a date")
-    if len(alternatives) == 2 and answers_match(*alternatives):  # 1/2 or 0.5
+    alternatives = solution.replace(r"\text{ or }", " or ").split(" or ")
+    if len(alternatives) == 2 and answers_match(*(text.strip("$ ") for text in alternatives)):
         raise UserError("with two spellings of one answer")
-    if re.fullmatch(r"-?[0-9.]+E[+-][0-9]+", solution):  # a spreadsheet writes 1E+06
+    if re.fullmatch(r"-?[0-9.]+E[+-][0-9]{2}", solution):  # a spreadsheet writes 1E+06
         solution = f"{Decimal(solution):f}"
-    if math_reward([rf"\boxed{{{solution}}}"], [solution]) != [1.0]:
+    if math_reward([rf"\boxed{{{solution}}}"], [solution]) != [1.0]:  # braces that do not close
         raise UserError("whose solution --task math cannot read")
     return solution
 
@@ -827,11 +828,8 @@ def compute_rewards(texts, rows, settings):
         reason = f"{short_text(error)}{own_line(error)}"
         where = "; what a reward gets and returns: data/GUIDE.md, Your own reward"
         raise UserError(f"the reward {name} failed ({reason}){where}") from error
-    if (
-        isinstance(rewards, dict)
-        or len(numbers) != len(texts)
-        or not all(map(math.isfinite, numbers))
-    ):
+    is_list = not isinstance(rewards, dict) and len(numbers) == len(texts)
+    if not is_list or not all(map(math.isfinite, numbers)):
         raise UserError(f"{name} must return a list: one finite number for each response")
     return numbers
 

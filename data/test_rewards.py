@@ -465,9 +465,9 @@ def test_prompts_begin_as_the_model_is_used_to():
 def test_a_template_is_applied_once():
     """What the model's own template writes shows that it was applied; another's mark is text."""
     tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.chat_template = "<｜User｜>{{ messages[0].content }}<｜Assistant｜><think>\n"  # R1's
+    tokenizer.chat_template = "<｜User｜>{{ messages[0].content }}<｜Assistant｜><think>"  # R1's
     text = rewards.render_prompt(tokenizer, user("What is <think> or [INST]?"))
-    assert text == "<｜User｜>What is <think> or [INST]?<｜Assistant｜><think>\n"
+    assert text == "<｜User｜>What is <think> or [INST]?<｜Assistant｜><think>"
     assert rewards.render_prompt(tokenizer, user(text)) == text
 
 
@@ -541,13 +541,15 @@ def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
     args.reward = lambda completions, **columns: [len(text) for text in completions]
     assert lopti.compute_rewards(["a", "bc"], [data_row("?")] * 2, args) == [1.0, 2.0]
     truth = {"target": 24, "numbers": [4, 6]}  # Countdown's
-    (loaded,) = rewards.load_rows(write_jsonl("b.jsonl", [verl("24?", truth)]), args, TOKENIZER)
+    (loaded,) = rewards.load_rows(
+        write_jsonl(Path("b.jsonl"), [verl("24?", truth)]), args, TOKENIZER
+    )
     args.reward = lambda completions, solution, **columns: [truth["target"] for truth in solution]
     assert lopti.compute_rewards(["a"], [loaded], args) == [24.0]
 
 
 def test_a_reward_leaves_the_process_as_it_was(tmp_path):
-    """Else a seed in it draws the same answers in every step, and a folder loses the run's files."""
+    """Else a seed in it draws the same answers in every step, and a folder loses the run."""
     kept = []
 
     def careless(completions, **columns):
