@@ -46,7 +46,7 @@ FORMAT_REWARD, FORMAT_PENALTY = 1.0, -1.0
 ALL_CORRECT, SOME_WRONG, NOT_PARSABLE = 2.0, -1.5, -2.0
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so time is linear
-ONE_WORD = r"[^\W\d_][\w'-]{0,49}"
+ONE_WORD = r"[^\W\d_][\w'-]{0,49}"  # a name in prose, where the word before it is none
 
 
 def kk_reward(completions, solution, **columns):

@@ -64,7 +64,7 @@ def test_kk_answer():
 @pytest.mark.parametrize(
     ("solution", "names"),
     [
-        ("(1) Zoë is a knight\n(2) 小明 is a knave", ["zoë", "小明"]),
+        ("(1) Jo Zoë is a knight\n(2) 小明 is a knave", ["jo zoë", "小明"]),
         ("1. Mary Ann is a knight\n2. Ann is a knave", ["mary ann", "ann"]),
         ("Zoey is a knight, and Oliver is a knave.", ["zoey", "oliver"]),
         ("Therefore Zoey is a knight, while Oliver is a knave", None),  # no names, but prose
