@@ -404,20 +404,19 @@ def solve_model(page):
     return page | digits(found)
 
 
-def solve_all(page):
-    """All of golden.json, every output computed anew from the inputs."""
-    return {
-        "cases": [solve(case) for case in page["cases"]],
-        "rollouts": [solve_rollout(case) for case in page["rollouts"]],
-        "model": solve_model(page["model"]),
-        "treatments": [solve_treatments(case) for case in page["treatments"]],
-    }
+def solve_part(name, inputs):
+    """One of the four parts of golden.json, every output computed anew from the inputs."""
+    if name == "model":
+        return solve_model(inputs)
+    solvers = {"cases": solve, "rollouts": solve_rollout, "treatments": solve_treatments}
+    return [solvers[name](case) for case in inputs]
 
 
 def main():
     path = HERE / "golden.json"
     page = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(solve_all(page)) + "\n", encoding="utf-8")
+    page = {name: solve_part(name, inputs) for name, inputs in page.items()}
+    path.write_text(json.dumps(page) + "\n", encoding="utf-8")
     print(f"{path}: every output computed anew")
 
 

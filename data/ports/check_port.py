@@ -1,6 +1,6 @@
 """Which of README.md's seven facts is broken in a port? Its update runs on the golden rollouts.
 
-    python data/ports/check_port.py my_module:update     # update in my_module.py of this folder
+    python data/ports/check_port.py my_module:update     # update() in my_module.py, where you are
 
 `update(case)` is yours. It gets one of the `rollouts` of data/golden.json: a dictionary of what
 data/golden.py calls inputs. It makes the whole update with your loss, your passes and your
@@ -26,6 +26,7 @@ TOLERANCE = 1e-4  # of a logit: float32 stays below it, and no mistake does
 
 MISTAKES = {
     "temperature": "fact 1: π is taken at temperature 1, not at that of sampling",
+    "no temperature": "fact 1: all log-probabilities are taken at temperature 1",
     "current π": "fact 1: π in Eq. 4 is the current policy's, not that of the policy that sampled",
     "gradient of π": "fact 1: the weight of Eq. 4 has a gradient",
     "split again": "fact 2: the tokens are split again in the second pass",
@@ -37,10 +38,13 @@ MISTAKES = {
     "no gradient clip": "fact 5: the gradient is not clipped",
     "high first": "the likely tokens are updated first",
     "no Eq. 4": "the advantages are not weighted by Eq. 4",
+    "no clip": "the ratio is not clipped",
+    "equal clips": "the ratio is clipped at 1 + ε_l, not at 1 + ε_h",
 }
 CHOICES = {
     "zero step": "fact 6, a choice: AdamW makes a step where the gradient is 0",
-    "no clamp": "fact 7, a choice: the KL is not clamped",
+    "no clamp of the difference": "fact 7, a choice: log π_ref − log π is not clamped at ±5",
+    "no clamp of the estimate": "fact 7, a choice: the KL's estimate is not clamped at 10",
     "no dual clip": "fact 7, a choice: there is no dual clip",
 }
 
@@ -99,13 +103,12 @@ def check(update):
 
 
 def candidates():
-    """Up to two mistakes and any of the choices, the fewest first."""
-    sets = []
-    for count in range(3):
-        for mistakes in itertools.combinations(MISTAKES, count):
-            for chosen in range(len(CHOICES) + 1):
-                for choices in itertools.combinations(CHOICES, chosen):
-                    sets.append(mistakes + choices)
+    """One mistake and any of the choices, or two mistakes, the fewest first."""
+    sets = list(itertools.combinations(MISTAKES, 2))
+    for chosen in range(len(CHOICES) + 1):
+        for choices in itertools.combinations(CHOICES, chosen):
+            sets.append(choices)
+            sets += [(mistake, *choices) for mistake in MISTAKES]
     return sorted(sets, key=len)[1:]
 
 
@@ -121,12 +124,14 @@ def update_with(mistakes, case):
     ids = ids.clamp(min=0)
     before = torch.cat([torch.tensor(case["prompts"])[:, None], ids[:, :-1]], 1)
 
-    def logprobs(table, temperature=case["temperature"]):
+    sampling_temperature = 1.0 if "no temperature" in mistakes else case["temperature"]
+
+    def logprobs(table, temperature=sampling_temperature):
         every_logprob = (table[before] / temperature).log_softmax(-1)  # (B, T, V)
         return every_logprob.gather(-1, ids[..., None])[..., 0]
 
     first_table = float64(case["table"])
-    old = logprobs(first_table, 1.0 if "temperature" in mistakes else case["temperature"])
+    old = logprobs(first_table, 1.0 if "temperature" in mistakes else sampling_temperature)
     ref = logprobs(float64(case["reference"]))
     groups = float64(case["rewards"]).view(-1, case["group_size"])
     raw = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
@@ -181,25 +186,28 @@ def update_with(mistakes, case):
 def token_losses(new, old, ref, advantages, case, mistakes):
     """The loss of Eq. 1 with its KL, of every token: (B, T)."""
     ratio = (new - old).exp()
-    clipped = ratio.clamp(1 - case["clip_low"], 1 + case["clip_high"])
+    clip_high = case["clip_low"] if "equal clips" in mistakes else case["clip_high"]
+    clipped = ratio.clamp(1 - case["clip_low"], 1 + clip_high)
+    if "no clip" in mistakes:
+        clipped = ratio
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
     if "no dual clip" not in mistakes:
         capped = torch.minimum(losses, -case["clip_dual"] * advantages)
         losses = torch.where(advantages < 0, capped, losses)
     difference = ref - new
-    if "no clamp" not in mistakes:
+    if "no clamp of the difference" not in mistakes:
         difference = difference.clamp(-5, 5)
     kl = difference.exp() - difference - 1
-    if "no clamp" not in mistakes:
+    if "no clamp of the estimate" not in mistakes:
         kl = kl.clamp(max=10)
     return losses + case["kl_coef"] * kl
 
 
-def main():
+def main(words=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("port", metavar="MODULE:FUNCTION", help="your update")
-    place = parser.parse_args().port
+    place = parser.parse_args(words).port
     module_name, _, function_name = place.partition(":")
     sys.path.insert(0, ".")
     try:
