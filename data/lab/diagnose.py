@@ -40,12 +40,14 @@ BIN_NAMES = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
 LITTLE = 3  # %: a gain whose whole interval is nearer to 0 than this makes little difference
 
 
+MOST_WEIGHTS = 20_000_000  # of a larger model a random sample of so many weights stands for all
+
 EXPLANATION = """\
 Energy is what tokens add to the squared length of a step, signal what they add to the reward. A
-method gains if it moves weight from tokens with more energy than signal to the others. Gain: how
-much more reward than GRPO one step brings that is equally long, at an unchanged policy. Lopti's two
-passes of plain gradient descent make a step each, as long as the other. ± is half of a 95 %
-interval. A first step does not predict a whole training: compare.py makes that comparison."""
+method gains if it moves weight to tokens with more signal than energy. Gain: how much more reward
+one step brings than one of GRPO that is equally long, at an unchanged policy. By plain gradient
+descent Lopti makes two steps of one length, one for each pass. ± is half of a 95 % interval. One
+step does not predict a training: compare.py compares whole trainings."""
 
 
 class GradientKeeper:
@@ -55,12 +57,13 @@ class GradientKeeper:
         self.policy = policy
         # `gradient` gets one mini-batch at a time. The length of a gradient stays as it is.
         self.settings = replace(settings, mini_batch_size=0, max_grad_norm=1e9)
+        self.entries = sample_of_weights(policy)
 
     def step(self):
         parts = []
-        for weights in self.policy.parameters():
+        for weights, entries in zip(self.policy.parameters(), self.entries):
             slope = torch.zeros_like(weights) if weights.grad is None else weights.grad
-            parts.append(-slope.flatten())  # minus: the loss falls where the reward rises
+            parts.append(-slope.flatten()[entries])  # minus: the loss falls where the reward rises
         self.kept = torch.cat(parts)
 
     def zero_grad(self):
@@ -68,23 +71,42 @@ class GradientKeeper:
 
     def gradient(self, batch, tokens):
         """What `tokens` (B, L) of a mini-batch add to its gradient: (D,), D weights."""
-        self.kept = torch.zeros(self.policy.num_parameters(), device=self.policy.device)
+        self.kept = 0.0
         told = lopti.update(self.policy, self, batch, tokens, self.settings)
         if told["nonfinite_steps"]:
             raise lopti.UserError("a gradient is not finite: try --dtype float32")
+        if not told["optimizer_steps"]:
+            self.step()  # there is no gradient: zeros
         return self.kept
+
+
+def sample_of_weights(policy):
+    """Which entries of each of the policy's tensors are measured: all, or a random sample."""
+    share = MOST_WEIGHTS / sum(weights.numel() for weights in policy.parameters())
+    generator = torch.Generator().manual_seed(0)
+    chosen = []
+    for weights in policy.parameters():
+        entries = torch.arange(weights.numel())
+        if share < 1:
+            count = round(share * len(entries))
+            entries = torch.randint(len(entries), (count,), generator=generator)
+        chosen.append(entries.to(policy.device))
+    return chosen
 
 
 def gradients(keeper, batch, settings):
     """Of a mini-batch: those of the four bins of π (4, D), of π < η (D,), and AR's (D,)."""
     pi = batch.old_logprobs.exp()
-    bins = []
-    for start, end in pairwise(BINS):
-        bins.append(keeper.gradient(batch, batch.mask & (pi >= start) & (pi < end)))
-    low, _ = lopti.split_tokens(batch.old_logprobs, batch.mask, settings.eta)
+    bins, low = [0.0, 0.0, 0.0, 0.0], 0.0
+    for start, end in pairwise(sorted({*BINS, settings.eta})):  # the bins, cut at η
+        piece = keeper.gradient(batch, batch.mask & (pi >= start) & (pi < end))
+        number = int(start // 0.25)
+        bins[number] = bins[number] + piece
+        if start < settings.eta:
+            low = low + piece
     weighted = lopti.reweight_advantages(batch.advantages, batch.old_logprobs, settings.alpha)
     ar = keeper.gradient(replace(batch, advantages=weighted), batch.mask)
-    return torch.stack(bins), keeper.gradient(batch, low), ar
+    return torch.stack(bins), low, ar
 
 
 def descent_steps(bins, low, ar):
@@ -128,10 +150,11 @@ class FirstHalf:
         self.squares = self.squares + squares_for_adamw(bins, low, ar)
 
     def finish(self):
-        for name in ("bins", "ar", "steps", "squares"):
-            setattr(self, name, getattr(self, name) / self.count)
+        self.bins = self.bins / self.count
+        self.ar = self.ar / self.count
+        self.steps = self.steps / self.count
         self.grpo = self.bins.sum(0)
-        roots = self.squares.sqrt()
+        roots = (self.squares / self.count).sqrt()
         self.scale = torch.where(roots > 0, 1 / roots, 0.0)  # 0: a weight without any gradient
         self.adamw_steps = self.scale * torch.stack([self.grpo, self.ar, self.grpo])
         self.adamw_lengths = self.adamw_steps.norm(dim=1)
@@ -213,9 +236,9 @@ def ratio(above, below, variance=None):
 
     Rollout batches are the independent units. With R the ratio, their numbers above - R·below have
     mean 0; s is the standard deviation of these, so that of their mean is s/√n. `variance` is what
-    takes the place of 1/n.
+    takes the place of 1/n. Here it is 2 ± t·s/√n = 2 ± 4.303·1/√3:
 
-    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.ones(3))))  # 4.303 · 1/√3
+    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.ones(3))))
     2.000 ± 2.484
     """
     count = len(above)
@@ -276,19 +299,18 @@ def sentences(found, distance, variance, settings):
     """Three answers: do unlikely tokens push hardest, would AR help, would Lopti help?"""
     share, _ = ratio(found["tokens"][:, 0], found["tokens"].sum(1))
     times, half = ratio(found["length"][:, 0], found["length"][:, 3])
-    if np.isnan(times):
-        pushes = "not decided: no token is likely (π ≥ .75)."
-    elif times - half > 1:
-        pushes = "yes."
+    pushes = "Not decided: take more --batches."
+    if times - half > 1:
+        pushes = "Yes."
     elif times + half < 1:
-        pushes = "no."
+        pushes = "No."
+    first = f"Do unlikely tokens push hardest? {pushes} "
+    first += f"{100 * share:.0f} % of the tokens are unlikely (π < .25), and "
+    if np.isnan(times):
+        first += "none is likely (π ≥ .75)."
     else:
-        pushes = "not decided: take more --batches."
-    first = (
-        f"Do unlikely tokens push hardest? {pushes.capitalize()} {100 * share:.0f} % of the tokens "
-        f"are unlikely (π < .25), and their gradient is {times:.1f} ± {half:.1f} times as long as "
-        "that of the likely ones (π ≥ .75; in the paper 4.8 times)."
-    )
+        first += f"their gradient is {times:.1f} ± {half:.1f} times as long as that of the likely "
+        first += "ones (π ≥ .75; in the paper 4.8 times)."
     second = (
         f"Would AR help (α = {settings.alpha:g})? By plain gradient descent "
         f"{answer(found['descent'], 1, variance)}. With AdamW, as in lopti.py, "
