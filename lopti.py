@@ -1,4 +1,4 @@
-"""lopti: Advantage Reweighting and Low-Probability Token Isolation for GRPO, in one file.
+"""lopti: Advantage Reweighting and Low-Probability Token Isolation for GRPO.
 
     python lopti.py                             # GRPO on the bundled model, no GPU needed
     python lopti.py --alpha 0.3 --eta 0.5       # the paper's two methods: α and η
@@ -6,10 +6,11 @@
     python lopti.py @data/kk.flags --alpha 0.3 --eta 0.5     # the paper's setting, one large GPU
 
 Read it beside "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs" (arXiv 2505.12929).
-It begins with a training step, the paper's algorithm box. Sections 1 to 7 are the steps of the box:
-sampling, rewards (in rewards.py), log-probabilities, advantages (Eq. 1), Advantage Reweighting (Eq.
-4), Lopti (section 4.2), the update (Eq. 1). Section 8 has later methods, 9 the training loop. The
-rest is plumbing: evaluation (10), metrics and files (11), the model (12), the flags (13).
+First come the settings and one training step, which is the paper's algorithm box. Sections 1 to 7
+are the steps of the box: sampling, rewards (in rewards.py), log-probabilities, advantages (Eq. 1),
+Advantage Reweighting (Eq. 4), Lopti (section 4.2), the update (Eq. 1). Section 8 has later methods,
+9 the training loop, 10 the evaluation. The rest is plumbing: fast sampling (11), metrics and files
+(12), the model (13), the command line (14).
 
 What it leaves out of PPO: the value function (the group's mean is the baseline), generalized
 advantage estimation, the entropy bonus. Of GRPO: the mean over each response's own tokens (one mean
@@ -17,9 +18,9 @@ over all tokens instead). Of large frameworks: several GPUs, inference servers, 
 schedules, chats of several turns.
 
 Shapes: B responses (prompts × group size G), L tokens of the longest row, V words of the
-vocabulary. A row is a prompt, its response, and padding. Log-probabilities are float32, and −∞
-outside the vocabulary that is sampled from. Masks are boolean (B, L): `mask` is True on all
-response tokens (in an update on those that section 8 keeps), `tokens` on those that a pass updates.
+vocabulary, M tokens that a mask picks out of (B, L). A row is a prompt, its response, and padding.
+Masks are boolean (B, L): `mask` is True on all response tokens, `tokens` on those that a pass
+updates. Log-probabilities are float32, and −∞ outside the vocabulary that is sampled from.
 """
 
 import argparse
@@ -29,13 +30,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
-import tempfile
 import textwrap
 import time
-from collections import Counter, defaultdict
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads sleep sooner
@@ -49,10 +49,108 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Gene
 from transformers.generation.utils import ALL_CACHE_NAMES
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream, tally, user_errors
+from rewards import TASKS, UserError, compute_rewards, load_data, prompt_stream, user_errors
 
 transformers.utils.logging.disable_progress_bar()  # ours is enough
-HERE = Path(__file__).resolve().parent
+
+# The settings -------------------------------------------------------------------------------------
+
+
+def setting(default, meaning, low=None, high=1e9, choices=None):
+    """A field of Settings: its default, what it is, and the lowest and the highest value."""
+    limits = {"meaning": meaning, "low": low, "high": high, "choices": choices}
+    return field(default=default, metadata=limits)
+
+
+@dataclass
+class Settings:
+    """All that can be set: Settings(alpha=0.3), or --alpha 0.3. UserError outside the limits."""
+
+    # The method
+    advantage: str = setting("grpo", "by group or by batch", choices=("grpo", "reinforce++"))
+    alpha: float = setting(0.0, "α of Advantage Reweighting, Eq. 4", 0, 1)
+    eta: float = setting(0.0, "η of Lopti: π < η is updated first", 0, 1)
+    order: str = setting(
+        "low-high", "Lopti's passes", choices=("low-high", "high-low", "low", "high")
+    )
+    passes: int = setting(1, "how often to go over a rollout batch", 1)
+    stapo: bool = setting(False, "leave out STAPO's spurious tokens")
+    top_entropy: float = setting(0.0, "ρ of 80/20, the share kept; the paper: 0.2; 0: off", 0, 1)
+    min_p: float = setting(0.0, "ρ of the safe vocabulary; e^-13 is 2.3e-6; 0: off", 0, 1)
+    clip_low: float = setting(0.2, "ε_l: the ratio is clipped at 1-ε_l", 0)
+    clip_high: float = setting(0.24, "ε_h: the ratio is clipped at 1+ε_h", 0)
+    clip_dual: float = setting(10.0, "c: where Â < 0 a token's loss is at most c·|Â|", 0)
+    kl_coef: float = setting(0.001, "β; at 0 no reference model is needed", 0)
+
+    # Sampling
+    prompts_per_step: int = setting(16, "prompts in a rollout batch; the paper: 64", 1)
+    group_size: int = setting(8, "G: responses to each prompt", 1)
+    temperature: float = setting(1.0, "T_s, of sampling and every π; the paper: 0.7", 0.01, 100)
+    max_prompt_length: int = setting(400, "in tokens; longer prompts are dropped", 1)
+    max_new_tokens: int = setting(256, "longest response, in tokens", 1)
+    sample_batch_size: int = setting(256, "responses sampled at a time; 0: all", 0)
+
+    # Optimisation
+    learning_rate: float = setting(1e-4, "of AdamW, constant; the paper: 1e-6", 1e-12, 1)
+    weight_decay: float = setting(0.01, "of AdamW", 0, 1)
+    max_grad_norm: float = setting(1.0, "a longer gradient is shortened to this length", 0)
+    mini_batch_size: int = setting(64, "responses in an optimizer step; the paper: 256; 0: all", 0)
+    tokens_per_microbatch: int = setting(2048, "changes memory and speed only", 1)
+    gradient_checkpointing: bool = setting(False, "less memory, a third more time")
+    steps: int = setting(24, "training steps (rollout batches)", 0)
+
+    # Model and data
+    task: str = setting("kk", "Knights and Knaves, or math with \\boxed{}", choices=tuple(TASKS))
+    model: str = setting("", "folder or hub name of a causal model; else the bundled one")
+    data: str = setting("", "a file or hub name:configuration:split; else our own rows")
+    eval_data: str = setting("", "in the same forms; else a tenth of --data, or our own rows")
+    reward: str = setting("", "your own, MODULE:FUNCTION, f(completions, solution, **columns)")
+    solved_reward: float = setting(None, "a response is right from this reward on", -1e9, 1e9)
+    people: list = setting((2, 3), "kk: sizes of puzzles")
+    dtype: str = setting("float32", "of forward passes", choices=("float32", "bfloat16"))
+    device: str = setting("auto", "auto: cuda where there is one, or cpu")
+
+    # Evaluation and the run's folder
+    eval_every: int = setting(0, "steps; 0: before and after training only", 0)
+    eval_size: int = setting(100, "evaluation prompts per difficulty; 0: all", 0)
+    eval_samples: int = setting(4, "k of avg@k and pass@k, at T = 1; 0: greedy only", 0)
+    eval_only: bool = setting(False, "evaluate the model, show three answers, and stop")
+    save_every: int = setting(10, "steps; 0: no checkpoint", 0)
+    resume: str = setting("", "runs/NAME: go on with this run, by its own settings")
+    name: str = setting("", "of the run's folder; a new one otherwise")
+    output: str = setting("runs", "where the runs' folders are made")
+    seed: int = setting(0, "of everything random", 0, 2**32 - 1)
+
+    def __post_init__(self):
+        for each in fields(self):
+            value = getattr(self, each.name)
+            low, high = each.metadata["low"], each.metadata["high"]
+            choices = each.metadata["choices"]
+            if choices and value not in choices:
+                raise UserError(f"{flag(each.name)} must be {' or '.join(choices)}, not {value}")
+            if low is None or value is None:
+                continue
+            if not low <= value <= high:  # nor is NaN
+                raise UserError(f"{flag(each.name)} must lie between {low} and {high}, not {value}")
+        if self.reward and self.solved_reward is None:
+            raise UserError("--reward needs --solved-reward: from which on is a response right?")
+        if self.solved_reward is None:
+            self.solved_reward = TASKS[self.task].solved
+        if self.order != "low-high" and not self.eta:
+            raise UserError("--order needs --eta above 0 to tell low from high")
+        if self.group_size < 2 and self.advantage == "grpo":
+            raise UserError("--group-size must be at least 2: GRPO compares responses in a group")
+
+    def pass_names(self):
+        """Which tokens each pass over a rollout batch updates: ["low", "high"] for Lopti."""
+        names = self.order.split("-") if self.eta else ["all"]
+        return names * self.passes
+
+
+def flag(name):
+    """The flag of a setting: eval_size → --eval-size."""
+    return "--" + name.replace("_", "-")
+
 
 # The training step --------------------------------------------------------------------------------
 
@@ -66,7 +164,9 @@ class Rollout:
     lengths: torch.Tensor  # (B,) tokens of prompt and response
     truncated: torch.Tensor  # (B,) True where the length limit came before an end-of-sequence token
     texts: list  # B strings: the responses without end of sequence
+    rewards: torch.Tensor = None  # (B,) R, in float64
     old_logprobs: torch.Tensor = None  # (B, L) log π_old, of the policy that sampled; 0 elsewhere
+    entropies: torch.Tensor = None  # (B, L) H of that policy, in nats; 0 elsewhere
     ref_logprobs: torch.Tensor = None  # (B, L) log π_ref, of the starting policy; None if β = 0
     advantages: torch.Tensor = None  # (B, L) Â, weighted by Eq. 4
     tokens: torch.Tensor = None  # (B, L) True on the tokens that a pass updates
@@ -81,109 +181,88 @@ class Rollout:
         return Rollout(texts=[], **part)
 
 
-def training_step(policy, reference, optimizer, tokenizer, batch, args):
+def training_step(policy, reference, optimizer, tokenizer, batch, settings):
     """One step of GRPO with Advantage Reweighting and Lopti, on a batch of rows of data.
 
     The comments 1. to 7. are the steps of the algorithm in README.md, and the sections below.
-    `reference` is None where β = 0. Returns the step's metrics and, for each of the B responses,
-    (text, reward); responses g·G … g·G+G-1 answer prompt g.
+    `reference` is None where β = 0. Returns the Rollout of B responses (responses g·G … g·G+G-1
+    answer row g of the batch) and, for each pass, what `update` says of it.
     """
+    group_size = settings.group_size
     prompts = [row["prompt"] for row in batch]
-    rows = [row for row in batch for _ in range(args.group_size)]  # one for each response
-    clock = [time.perf_counter()]
-    rollout = sample(policy, tokenizer, prompts, args.group_size, args.temperature, args)  # 1. o
-    clock.append(time.perf_counter())
-    rewards = torch.tensor(compute_rewards(rollout.texts, rows, args)).to(policy.device)  # 2. R
-    clock.append(time.perf_counter())
-    old_logprobs, entropies = score(policy, rollout, args)  # 3. log π_old, log π_ref: (B, L)
-    rollout.old_logprobs = old_logprobs
-    rollout.ref_logprobs = score(reference, rollout, args)[0] if reference else None
-    clock.append(time.perf_counter())
-    if args.advantage == "grpo":  # 4. Â, Eq. 1
-        advantages = group_advantages(rewards, args.group_size)[:, None] * rollout.mask
+    rows = [row for row in batch for _ in range(group_size)]  # one for each response
+    # 1. Sample G responses to each prompt.
+    rollout = sample(policy, tokenizer, prompts, group_size, settings.temperature, settings)
+    # 2. R, the reward of each response: (B,)
+    rewards = compute_rewards(rollout.texts, rows, settings)
+    rollout.rewards = torch.tensor(rewards, dtype=torch.float64, device=policy.device)
+    # 3. log π_old and log π_ref of each token: (B, L)
+    rollout.old_logprobs, rollout.entropies = score(policy, rollout, settings)
+    if reference is not None:
+        rollout.ref_logprobs, _ = score(reference, rollout, settings)
+    # 4. Â, Eq. 1: (B, L)
+    if settings.advantage == "grpo":
+        advantages = group_advantages(rollout.rewards, group_size)[:, None] * rollout.mask
     else:
-        advantages = reinforce_pp_advantages(rewards, rollout.mask)  # (B, L)
-    rollout.advantages = reweight_advantages(advantages, old_logprobs, args.alpha)  # 5. Eq. 4
-    low, high = split_tokens(old_logprobs, rollout.mask, args.eta)  # 6. Lopti
-    tokens = {"all": rollout.mask, "low": low, "high": high}
-    passes = args.order.split("-") if args.eta else ["all"]
-    totals = defaultdict(Counter)  # of each kind of pass, over its optimizer steps
-    for name in passes * args.passes:  # 7. the optimizer steps, Eq. 1
-        totals[name].update(update(policy, optimizer, rollout, tokens[name], args))
-    clock.append(time.perf_counter())
-    metrics = step_metrics(rollout, rewards, entropies, totals, clock, args)
-    return metrics, list(zip(rollout.texts, rewards.tolist()))
+        advantages = reinforce_pp_advantages(rollout.rewards, rollout.mask)
+    advantages = advantages.to(rollout.old_logprobs.dtype)
+    # 5. Advantage Reweighting, Eq. 4.
+    rollout.advantages = reweight_advantages(advantages, rollout.old_logprobs, settings.alpha)
+    # 6. Lopti: unlikely tokens and likely ones.
+    low, high = split_tokens(rollout.old_logprobs, rollout.mask, settings.eta)
+    groups = {"low": low, "high": high, "all": rollout.mask}
+    # 7. The passes, each of some optimizer steps on the loss of Eq. 1.
+    updates = []
+    for name in settings.pass_names():
+        updates.append(update(policy, optimizer, rollout, groups[name], settings))
+    return rollout, updates
 
 
 # 1. Sampling: o_i ~ π_old(· | q), G responses to each prompt --------------------------------------
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, group_size, temperature, args, end_ids=None):
-    """Sample `group_size` responses to each prompt text with HF `generate`: a Rollout.
+def sample(model, tokenizer, prompts, group_size, temperature, settings, end_ids=None):
+    """Sample `group_size` responses to each prompt text: a Rollout.
 
     Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding. `end_ids` are the
     tokens that end a response, by default all that the model and its tokenizer have.
     """
     end_ids = end_token_ids(model, tokenizer) if end_ids is None else end_ids
-    pad_id = tokenizer.pad_token_id
-    # Every knob is set here and the model's own settings are put aside: Qwen ships top_k 20,
-    # top_p 0.8 and a repetition penalty, and with those we would not sample from the π we score.
-    settings = GenerationConfig(max_new_tokens=args.max_new_tokens, repetition_penalty=1.0)
-    settings.update(pad_token_id=pad_id, eos_token_id=end_ids, do_sample=temperature > 0)
+    prompt_ids = []  # B lists
+    for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]:
+        prompt_ids += [ids] * group_size
+    # Every knob is set here: Qwen ships top_k 20, top_p 0.8 and a repetition penalty, and with
+    # those we would not sample from the π that we score.
+    config = GenerationConfig(max_new_tokens=settings.max_new_tokens, repetition_penalty=1.0)
+    config.update(eos_token_id=end_ids, pad_token_id=tokenizer.pad_token_id)
+    config.update(do_sample=temperature > 0)
     if temperature:
-        settings.update(temperature=temperature, top_k=0, top_p=1.0, min_p=args.min_p or None)
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
-    prompt_ids = [ids for ids in prompt_ids for _ in range(group_size)]  # B lists
-    size = args.sample_batch_size or len(prompt_ids)
-    own_settings = model.generation_config
-    model.generation_config = settings
+        min_p = settings.min_p or None
+        config.update(temperature=temperature, top_k=0, top_p=1.0, min_p=min_p)
+    size = settings.sample_batch_size or len(prompt_ids)
     responses = []
-    try:
-        with mixed_precision(model, args):
-            for i in tqdm(range(0, len(prompt_ids), size), "sampling", leave=False, disable=None):
-                responses += generate_in_stretches(model, tokenizer, prompt_ids[i : i + size])
-    finally:
-        model.generation_config = own_settings
+    with mixed_precision(model, settings):
+        for start in tqdm(range(0, len(prompt_ids), size), "sampling", leave=False, disable=None):
+            part = prompt_ids[start : start + size]
+            responses += generate_in_stretches(model, tokenizer, part, config)
     truncated = torch.tensor([response[-1] not in end_ids for response in responses])
-    ids, mask, lengths = pack(prompt_ids, responses, pad_id)
-    without_end = [each if cut else each[:-1] for each, cut in zip(responses, truncated)]
+    texts = []
+    for response, cut in zip(responses, truncated):
+        texts.append(tokenizer.decode(response if cut else response[:-1]))
+    ids, mask, lengths = pack(prompt_ids, responses, tokenizer.pad_token_id)
     tensors = [values.to(model.device) for values in (ids, mask, lengths, truncated)]
-    return Rollout(*tensors, tokenizer.batch_decode(without_end))
+    return Rollout(*tensors, texts)
 
 
-STRETCH = 32  # tokens, after which responses that have ended leave the batch
-CACHE = ALL_CACHE_NAMES[0]  # HF's name of the argument: `cache` since transformers 5.24
-
-
-def generate_in_stretches(model, tokenizer, prompt_ids):
-    """HF `generate` by the settings of the model: N lists of prompt ids → N lists of response ids.
-
-    From the same distribution as one plain call, 2.3 times faster with the bundled model
-    (`seconds/sampling` of a run, and of one with data/lab/variants.py --variant plain-sampling).
-    """
-    settings = model.generation_config
-    ends = settings.eos_token_id
-    padded = tokenizer.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
-    ids = padded["input_ids"].to(model.device)  # (N, P)
-    mask = padded["attention_mask"].to(model.device)
-    responses = [[] for _ in prompt_ids]
-    unfinished = list(range(len(prompt_ids)))  # whose responses the rows of ids are
-    cache = DynamicCache()
-    for start in range(0, settings.max_new_tokens, STRETCH):
-        options = {"max_new_tokens": min(STRETCH, settings.max_new_tokens - start), CACHE: cache}
-        ids = model.generate(ids, attention_mask=mask, **options)
-        new = ids[:, mask.shape[1] :]  # (unfinished, new tokens)
-        for i, tokens in zip(unfinished, new.tolist()):
-            responses[i] = until_end(responses[i] + tokens, ends)
-        rows = [k for k, i in enumerate(unfinished) if responses[i][-1] not in ends]
-        if not rows:
-            break
-        unfinished = [unfinished[row] for row in rows]
-        mask = torch.cat([mask, torch.ones_like(new)], 1)[rows]
-        ids = ids[rows]
-        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
-    return responses
+def generate(model, ids, attention_mask, cache, config):
+    """HF `generate`: prompts padded on the left, (N, P) → prompts and new tokens, (N, P + new)."""
+    own = model.generation_config
+    model.generation_config = config  # else HF would fill in what `config` leaves open from `own`
+    try:
+        return model.generate(ids, attention_mask=attention_mask, **{CACHE: cache})
+    finally:
+        model.generation_config = own
 
 
 def end_token_ids(model, tokenizer):
@@ -203,8 +282,10 @@ def until_end(sampled_ids, end_ids):
     >>> until_end([5, 2, 2], end_ids=[2]), until_end([5, 6, 7], end_ids=[2])
     ([5, 2], [5, 6, 7])
     """
-    ends = [place for place, token in enumerate(sampled_ids) if token in end_ids]
-    return sampled_ids[: ends[0] + 1] if ends else sampled_ids
+    for place, token in enumerate(sampled_ids):
+        if token in end_ids:
+            return sampled_ids[: place + 1]
+    return sampled_ids
 
 
 def pack(prompts, responses, pad_id=0):
@@ -226,17 +307,18 @@ def pack(prompts, responses, pad_id=0):
 
 
 @torch.no_grad()
-def score(model, rollout, args):
+def score(model, rollout, settings):
     """log π and entropy H of every response token, a micro-batch at a time: two of (B, L)."""
     dtype = torch.promote_types(model.dtype, torch.float32)
     logprobs = torch.zeros_like(rollout.mask, dtype=dtype)
-    entropies = logprobs.clone()
-    for rows in micro_batches(range(len(logprobs)), rollout.lengths, args.tokens_per_microbatch):
+    entropies = torch.zeros_like(logprobs)
+    rows_to_read = range(len(logprobs))
+    for rows in micro_batches(rows_to_read, rollout.lengths, settings.tokens_per_microbatch):
         part = rollout.rows(rows)
-        with mixed_precision(model, args):
-            logits = token_logits(model, part.ids, part.mask, args.temperature, args.min_p)
         length = part.mask.shape[1]
-        logprobs[rows, :length] = token_logprobs(logits, part.ids, part.mask)
+        with mixed_precision(model, settings):
+            logits = token_logits(model, part.ids, part.mask, settings.temperature, settings.min_p)
+        logprobs[rows, :length] = spread(token_logprobs(logits, part.ids[part.mask]), part.mask)
         entropies[rows, :length] = spread(entropy(logits), part.mask)
     return logprobs, entropies
 
@@ -244,28 +326,30 @@ def score(model, rollout, args):
 def token_logits(model, ids, tokens, temperature, min_p=0.0):
     """The logits, divided by T_s, that each of `tokens` (B, L) of ids (B, L) was drawn from: (M, V)
 
-    M is the number of `tokens`. The temperature is that of sampling: π of Eqs. 1 and 4 is the
-    distribution that the tokens come from. Outside the safe vocabulary of `min_p` logits are −∞.
-    The output layer gets the hidden states of these M positions only: over a vocabulary of 150,000
-    words the logits of all tokens would take gigabytes.
+    The temperature is that of sampling: π of Eqs. 1 and 4 is the distribution that the tokens come
+    from. Outside the safe vocabulary of `min_p` logits are −∞. The output layer gets the hidden
+    states of these M positions only: over a vocabulary of 150,000 words the logits of all tokens
+    would take gigabytes.
     """
     positions = tokens.roll(-1, 1)  # logits at t speak of token t+1; the first is no response's
-    output_layer = model.get_output_embeddings()  # before it (B, L, size) → (M, size)
-    with output_layer.register_forward_pre_hook(lambda _, inputs: inputs[0][positions]):
+
+    def select(layer, inputs):  # (B, L, size) → (M, size)
+        return inputs[0][positions]
+
+    with model.get_output_embeddings().register_forward_pre_hook(select):
         # Padding is on the right, where a causal model never looks: no attention mask is needed.
         logits = model(ids, use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.masked_fill(~safe_vocabulary(logits, min_p), -math.inf) if min_p else logits
 
 
-def token_logprobs(logits, ids, tokens):
-    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits): (M, V) → (B, L), 0 off `tokens`.
+def token_logprobs(logits, ids):
+    """log π(o_t | q, o_<t) = logit of o_t - log Σ exp(logits): (M, V) and ids (M,) → (M,)
 
-    >>> token_logprobs(torch.zeros(1, 4), torch.tensor([[3, 1]]), torch.tensor([[False, True]]))
-    tensor([[ 0.0000, -1.3863]])
+    >>> token_logprobs(torch.zeros(1, 4), torch.tensor([1]))  # -log 4
+    tensor([-1.3863])
     """
-    chosen = logits.gather(1, ids[tokens][:, None])[:, 0]  # (M,)
-    return spread(chosen - logits.logsumexp(1), tokens)
+    return logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(1)
 
 
 def spread(values, tokens):
@@ -296,8 +380,17 @@ def group_advantages(rewards, group_size):
     """
     groups = rewards.view(-1, group_size)  # (B/G, G)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
-    all_equal = (groups == groups[:, :1]).all(1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0.0).view(-1)
+    return advantages.masked_fill(all_equal(groups)[:, None], 0.0).view(-1)
+
+
+def all_equal(groups):
+    """Which rows have rewards that are all equal, up to rounding: (n, G) → (n,)"""
+    return reaches(groups.amin(1), groups.amax(1))
+
+
+def reaches(reward, bound):
+    """Whether a reward is at least `bound`, up to rounding: .7 + .2 + .1 reaches 1."""
+    return reward >= bound - 1e-9 * (1 + abs(bound))
 
 
 # 5. Advantage Reweighting (Eq. 4) -----------------------------------------------------------------
@@ -335,14 +428,19 @@ def split_tokens(old_logprobs, mask, eta):
 
 # 7. The update: mini-batches (one optimizer step each) of micro-batches (what memory allows) ------
 
-# The keys of what `update` adds up; always all, so that lines of metrics.jsonl have the same ones.
-STATISTICS = ("policy_loss", "kl", "updated_share")
-STATISTICS += tuple(f"clip_ratio/{name}_mean" for name in ("low", "high", "dual"))
+# What `update` adds up. Always all of it, so that the lines of metrics.jsonl have the same names.
+STATISTICS = (
+    "policy_loss",
+    "kl",
+    "updated_share",
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/dual_mean",
+)
 COUNTS = ("optimizer_steps", "skipped_steps", "nonfinite_steps", "masked_tokens")
 
 
-@torch.enable_grad()  # also where a user's reward has turned gradients off
-def update(policy, optimizer, rollout, tokens, args):
+def update(policy, optimizer, rollout, tokens, settings):
     """One pass over the mini-batches of a rollout batch, which updates `tokens` (B, L).
 
     A mini-batch is one optimizer step. N is the number of its response tokens (with STAPO or 80/20:
@@ -351,105 +449,119 @@ def update(policy, optimizer, rollout, tokens, args):
     the mini-batches: STATISTICS (those of `policy_loss`), the gradient's norm and COUNTS.
     """
     rollout = replace(rollout, tokens=tokens)
-    totals = Counter(dict.fromkeys((*STATISTICS, "grad_norm", *COUNTS), 0))
-    for indices in torch.arange(len(tokens)).split(args.mini_batch_size or len(tokens)):
+    totals = dict.fromkeys((*STATISTICS, "grad_norm", *COUNTS), 0)
+    for indices in torch.arange(len(tokens)).split(settings.mini_batch_size or len(tokens)):
         batch = rollout.rows(indices)
-        batch.mask = tokens_to_keep(policy, batch, args)  # section 8
-        batch.tokens = batch.tokens & batch.mask
-        normalizer = batch.mask.sum()  # N
-        has_gradient = batch.tokens.any(1)  # (rows of the mini-batch,)
-        if not args.kl_coef:
-            has_gradient &= batch.advantages.any(1)
-        sums = Counter()
-        rows_to_read = has_gradient.nonzero().flatten().tolist()
-        for rows in micro_batches(rows_to_read, batch.lengths, args.tokens_per_microbatch):
-            part = batch.rows(rows)
-            with mixed_precision(policy, args):
-                logits = token_logits(policy, part.ids, part.tokens, args.temperature, args.min_p)
-            loss, statistics = policy_loss(
-                token_logprobs(logits, part.ids, part.tokens),
-                part.old_logprobs,
-                part.advantages,
-                part.mask,
-                tokens=part.tokens,
-                ref_logprobs=part.ref_logprobs,
-                clip_low=args.clip_low,
-                clip_high=args.clip_high,
-                clip_dual=args.clip_dual,
-                kl_coef=args.kl_coef,
-                normalizer=normalizer,
-            )
-            loss.backward()
-            sums.update(statistics)  # a Counter adds
-        norm = float(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm))
-        totals["masked_tokens"] += int(rollout.mask[indices].sum() - normalizer)
-        if norm == 0:
-            totals.update(sums, skipped_steps=1)
-        elif math.isfinite(norm):
-            optimizer.step()
-            totals.update(sums, grad_norm=norm, optimizer_steps=1)
-        else:  # what is infinite or not a number must not reach the weights
+        kept = tokens_to_keep(policy, batch, settings)  # all response tokens, or section 8
+        batch.tokens = batch.tokens & kept
+        statistics = accumulate_gradient(policy, batch, kept.sum(), settings)
+        norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
+        totals["masked_tokens"] += int(batch.mask.sum() - kept.sum())
+        if not norm.isfinite():  # what is infinite or not a number must not reach the weights
             totals["nonfinite_steps"] += 1
+        else:
+            add(totals, statistics)
+            if norm == 0:
+                totals["skipped_steps"] += 1
+            else:
+                optimizer.step()
+                add(totals, {"optimizer_steps": 1, "grad_norm": float(norm)})
         optimizer.zero_grad()
     return totals
+
+
+def accumulate_gradient(policy, batch, normalizer, settings):
+    """Add the gradient of Eq. 1 on a mini-batch's `tokens`, divided by N; returns the statistics.
+
+    Only rows with a token to update are read; with β = 0 only those that have an advantage, too.
+    """
+    has_gradient = batch.tokens.any(1)  # (rows of the mini-batch,)
+    if not settings.kl_coef:
+        has_gradient = has_gradient & batch.advantages.any(1)
+    rows_to_read = has_gradient.nonzero().flatten().tolist()
+    sums = dict.fromkeys(STATISTICS, 0.0)
+    for rows in micro_batches(rows_to_read, batch.lengths, settings.tokens_per_microbatch):
+        part = batch.rows(rows)
+        tokens = part.tokens
+        with mixed_precision(policy, settings):
+            logits = token_logits(policy, part.ids, tokens, settings.temperature, settings.min_p)
+        logprobs = spread(token_logprobs(logits, part.ids[tokens]), tokens)  # (rows, L)
+        # With --min-p what π_θ or π_old cannot sample (log π = −∞) has no part in the loss.
+        tokens = tokens & (logprobs > -math.inf) & (part.old_logprobs > -math.inf)
+        loss, statistics = policy_loss(
+            logprobs[tokens],
+            part.old_logprobs[tokens],
+            part.advantages[tokens],
+            normalizer,
+            ref_logprobs=None if part.ref_logprobs is None else part.ref_logprobs[tokens],
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            clip_dual=settings.clip_dual,
+            kl_coef=settings.kl_coef,
+        )
+        loss.backward()
+        add(sums, statistics)
+    return sums
+
+
+def add(totals, values):
+    """Add each of some named numbers to the total of its name."""
+    for name, value in values.items():
+        totals[name] += value
 
 
 def policy_loss(
     logprobs,
     old_logprobs,
     advantages,
-    mask,
-    *,
-    tokens=None,
+    normalizer,
     ref_logprobs=None,
     clip_low=0.2,
     clip_high=0.24,
     clip_dual=10.0,
     kl_coef=0.001,
-    normalizer=None,
 ):
     """The clipped policy-gradient loss of Eq. 1, and a dictionary of statistics about it.
 
-        loss = 1/N Σ_t { -min(r Â, clip(r, 1-ε_l, 1+ε_h) Â) + β·k3 },   r = π_θ / π_old
+        loss = -1/N Σ_t { min(r Â, clip(r, 1-ε_l, 1+ε_h) Â) - β·k3 },   r = π_θ / π_old
 
-    summed over `tokens`, by default all of `mask`, and divided by N = `normalizer`, by default the
-    number of tokens in `mask`: N counts all, also where only one group is updated. Where Â < 0 a
-    token's loss is capped at -c·Â (the dual clip). No KL without `ref_logprobs` or with β = 0. A
-    token that π_θ or π_old cannot sample (log π = −∞) is left out.
+    Tensors have one shape, such as (M,), and hold the tokens to update and no others. N, the
+    `normalizer`, is the number of all response tokens of the mini-batch, also where only one group
+    of them is updated. Where Â < 0 a token's loss is at most c·|Â| (the dual clip). There is no KL
+    without `ref_logprobs` or with β = 0.
 
-    All tensors are (B, L). Every statistic is a sum over the updated tokens divided by N, so that
-    micro-batches given the same N add up to their mini-batch, and Lopti's passes to the whole.
+    Every statistic is a sum over the tokens divided by N, so that micro-batches given the same N
+    add up to their mini-batch, and Lopti's passes to the whole.
+
+    >>> policy_loss(torch.tensor([1.5, 0.9]).log(), torch.zeros(2), torch.tensor([1.0, -1.0]), 2)[0]
+    tensor(-0.1700)
     """
-    normalizer = mask.sum() if normalizer is None else normalizer
-    tokens = mask if tokens is None else mask & tokens
-    tokens = tokens & (logprobs != -math.inf) & (old_logprobs != -math.inf)
-    logprobs = logprobs.masked_fill(~tokens, 0.0)  # so that −∞ minus −∞ makes no NaN
-    ratio = (logprobs - old_logprobs.masked_fill(~tokens, 0.0)).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    dual = -advantages * clip_dual  # where Â < 0, a bound from above on the loss
-    pessimistic = torch.maximum(unclipped, clipped)  # maximum of losses: minimum of objectives
-    token_loss = torch.where(advantages < 0, torch.minimum(pessimistic, dual), pessimistic)
+    ratio = (logprobs - old_logprobs).exp()  # r
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    smaller = torch.minimum(unclipped, clipped)
+    bound = clip_dual * advantages  # from below, where Â < 0
+    objective = torch.where(advantages < 0, torch.maximum(smaller, bound), smaller)
     kl = torch.zeros_like(ratio)
     if ref_logprobs is not None and kl_coef:
         kl = kl_estimate(logprobs, ref_logprobs)
-    share = tokens.to(ratio) / normalizer  # of the mean
-    loss = ((token_loss + kl_coef * kl) * share).sum()
+    loss = (kl_coef * kl - objective).sum() / normalizer
     with torch.no_grad():
-        clipped_off = clipped > unclipped  # no policy gradient is left of it; the KL's stays
+        no_gradient = clipped < unclipped  # of the policy; the KL's stays
         statistics = {
-            "policy_loss": token_loss,
+            "policy_loss": -objective,
             "kl": kl,
             "updated_share": torch.ones_like(ratio),
-            "clip_ratio/low_mean": clipped_off & (advantages < 0),  # TRL's names: low is 1-ε_l
-            "clip_ratio/high_mean": clipped_off & (advantages > 0),
-            "clip_ratio/dual_mean": (advantages < 0) & (pessimistic > dual),
+            "clip_ratio/low_mean": no_gradient & (advantages < 0),  # TRL's names: low is 1-ε_l
+            "clip_ratio/high_mean": no_gradient & (advantages > 0),
+            "clip_ratio/dual_mean": (advantages < 0) & (smaller < bound),
         }
-        return loss, {name: float((value * share).sum()) for name, value in statistics.items()}
+        means = {name: float(values.sum() / normalizer) for name, values in statistics.items()}
+    return loss, means
 
 
 def kl_estimate(logprobs, ref_logprobs):
-    """k3 of KL(π_θ‖π_ref) per token: e^d - d - 1 with d = log π_ref - log π_θ. (B, L) → (B, L)
+    """k3 of KL(π_θ‖π_ref) per token: e^d - d - 1 with d = log π_ref - log π_θ. (M,) → (M,)
 
     An estimate from one sampled token that is never negative, and 0 where the two agree. Clamped as
     in the published code; a token with π_ref = 0 (log −∞) is at the clamp and has no gradient.
@@ -472,27 +584,27 @@ def micro_batches(indices, lengths, size):
     return batches
 
 
-def mixed_precision(model, args):
+def mixed_precision(model, settings):
     """Forward passes in bfloat16 where --dtype says so; weights and gradients stay float32."""
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=settings.dtype == "bfloat16")
 
 
 # 8. Later methods (STAPO, 80/20, safe vocabulary), and REINFORCE++ of the published code ----------
 
 
-def tokens_to_keep(policy, batch, args):
+def tokens_to_keep(policy, batch, settings):
     """The response tokens (B, L) of a mini-batch that STAPO and 80/20 leave to the update.
 
     They go by the current policy, and their quantiles by the whole mini-batch: hence a forward
     pass of its own, without which the result would depend on the micro-batch size.
     """
     kept = batch.mask
-    if args.stapo or args.top_entropy:
-        logprobs, entropies = score(policy, batch, args)
-    if args.stapo:
+    if settings.stapo or settings.top_entropy:
+        logprobs, entropies = score(policy, batch, settings)
+    if settings.stapo:
         kept = kept & stapo_mask(logprobs, entropies, batch.advantages, batch.mask)
-    if args.top_entropy:
-        kept = kept & entropy_mask(entropies, batch.mask, args.top_entropy)
+    if settings.top_entropy:
+        kept = kept & entropy_mask(entropies, batch.mask, settings.top_entropy)
     return kept
 
 
@@ -542,7 +654,7 @@ def reinforce_pp_advantages(rewards, mask):
             [-1.1547, -0.0000]])
     """
     values = rewards[:, None].expand(mask.shape)[mask]  # (number of response tokens,)
-    if (values == values[0]).all():
+    if all_equal(values[None]):
         return torch.zeros_like(rewards)[:, None] * mask
     return (rewards[:, None] - values.mean()) / (values.var() + 1e-8).sqrt() * mask
 
@@ -550,156 +662,333 @@ def reinforce_pp_advantages(rewards, mask):
 # 9. The training loop -----------------------------------------------------------------------------
 
 
-def train(args):
-    """A run, from its beginning or with --resume from its checkpoint, to its report."""
-    policy, tokenizer, train_rows, eval_rows = prepare(args)
-    torch.manual_seed(args.seed)
-    reference = make_reference(policy, args)  # before a checkpoint is loaded
-    optimizer = make_optimizer(policy, args)
-    name = args.name or args.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
-    folder = Path(args.resume or Path(args.output) / name)
-    with user_errors(f"cannot make {folder}: --resume it or choose another --name"):
-        folder.mkdir(parents=True, exist_ok=bool(args.resume))
-    lock = (folder / ".lock").open("w")
-    if os.name == "posix":
-        import fcntl
-
-        with user_errors(f"another process is at work in {folder}"):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def train(settings):
+    """A run, from its beginning or with --resume from its checkpoint, to its report: its folder."""
+    policy, tokenizer, train_rows, eval_rows = prepare(settings)
+    torch.manual_seed(settings.seed)
+    reference = make_reference(policy, settings)  # before a checkpoint is loaded
+    optimizer = make_optimizer(policy, settings)
+    folder = run_folder(settings, policy)
     saved, log = load_checkpoint(folder, policy, optimizer)  # the last step, and all lines so far
-    last = max(args.steps, saved)
-    config = {**vars(args), "torch": torch.__version__, "transformers": transformers.__version__}
-    with replaced_at_once(folder / "config.json") as path:
-        path.write_text(json.dumps(config, indent=2))
-    steps = f"Steps {saved + 1} to {last}" if saved < last else f"All {last} steps are done"
-    print(f"{steps} on {policy.device}, into {folder}")
-    batches = prompt_stream(train_rows, args.prompts_per_step, args.seed, skip=saved)
-    progress = tqdm(range(saved, last + 1), desc="training", disable=None)
+    last = max(settings.steps, saved)
+    batches = prompt_stream(train_rows, settings.prompts_per_step, settings.seed, skip=saved)
+    tell_plan(settings, policy.device, folder, saved, last)
     try:
+        if not log["evaluations"]:
+            log_evaluation(folder, log, saved, policy, tokenizer, eval_rows, settings)
+        progress = tqdm(range(saved + 1, last + 1), desc="training", disable=None)
         for step in progress:
-            if step > saved:  # else it is only evaluated, if that is due
-                batch = next(batches)
-                models = policy, reference, optimizer, tokenizer
-                metrics, responses = training_step(*models, batch, args)
-                add_line(folder, log, "metrics", {"step": step, **metrics})
-                for row, (text, reward) in zip(batch[:2], responses[:: args.group_size]):
-                    sample = {"prompt": row["prompt"], "response": text, "reward": reward}
-                    add_line(folder, log, "samples", {"step": step, **sample})
-                if metrics["nonfinite_steps"]:
-                    tqdm.write(f"step {step}: left out an update whose gradient was not finite")
-                progress.set_postfix(reward=metrics["reward"], accuracy=metrics["accuracy"])
-                if args.save_every and (step % args.save_every == 0 or step == last):
-                    save_checkpoint(folder, step, log, policy, optimizer)
-                    saved = step
-            due = step in (0, last) or (args.eval_every and step % args.eval_every == 0)
-            if due and step not in [line["step"] for line in log["evaluations"]]:
-                table, answers = evaluate(policy, tokenizer, eval_rows, args)
-                line = {"step": step, "table": table, "greedy": [each[0] for each in answers]}
-                add_line(folder, log, "evaluations", line)
-        with replaced_at_once(folder / "final") as path:
-            policy.save_pretrained(path)
-            tokenizer.save_pretrained(path)
-        report(log, eval_rows, args)
-        print(f"\n{folder} holds metrics.jsonl, samples.jsonl, evaluations.jsonl, final/.")
+            batch = next(batches)
+            started = time.perf_counter()
+            rollout, updates = training_step(
+                policy, reference, optimizer, tokenizer, batch, settings
+            )
+            metrics = step_metrics(rollout, updates, settings)
+            metrics["seconds"] = time.perf_counter() - started
+            log_step(folder, log, step, metrics, batch, rollout)
+            tell_step(log["metrics"], last, progress, settings)
+            if is_due(step, settings.eval_every) or step == last:
+                log_evaluation(folder, log, step, policy, tokenizer, eval_rows, settings)
+            if is_due(step, settings.save_every) or (step == last and settings.save_every):
+                save_checkpoint(folder, step, log, policy, optimizer)
+                saved = step
     except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt(f"--resume {folder} goes on after step {saved}") from stop
+        goes_on = f"--resume {folder} goes on after step {saved}"
+        nothing = f"{folder} has no checkpoint yet: start again"
+        raise KeyboardInterrupt(goes_on if saved else nothing) from stop
     finally:
-        lock.close()
+        if not log["evaluations"] and not settings.resume:
+            shutil.rmtree(folder)  # nothing has come of the run
+    with replaced_at_once(folder / "final") as path:
+        policy.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+    report(log, eval_rows, settings)
+    print(f"\n{folder} holds metrics.jsonl, samples.jsonl, evaluations.jsonl, final/.")
+    return folder
+
+
+def is_due(step, every):
+    """Whether something that happens every so many steps (0: never) happens after this step."""
+    return every > 0 and step % every == 0
 
 
 # 10. Evaluation -----------------------------------------------------------------------------------
 
 
-def evaluate(policy, tokenizer, rows, args):
+def evaluate(policy, tokenizer, rows, settings):
     """Answer held-out rows once greedily, then k times at T = 1: the `tally` and the answers.
 
     The answers are (response, reward) pairs for each row, the greedy one first. The seed is always
     the same, and the training's own random state is left alone.
     """
-    k = args.eval_samples
     device = policy.device
     prompts = [row["prompt"] for row in rows]
+    kinds = [(1, 0)]  # how many responses, and the temperature
+    if settings.eval_samples:
+        kinds.append((settings.eval_samples, 1.0))
     answers = [[] for _ in rows]
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-        torch.manual_seed(args.seed + 1)
-        for group_size, temperature in [(1, 0), (k, 1.0)] if k else [(1, 0)]:
-            texts = sample(policy, tokenizer, prompts, group_size, temperature, args).texts
-            rewards = compute_rewards(texts, [row for row in rows for _ in range(group_size)], args)
-            for i, answer in enumerate(zip(texts, rewards)):
-                answers[i // group_size].append(answer)
-    return tally(rows, answers, args.solved_reward), answers
+        torch.manual_seed(settings.seed + 1)
+        for count, temperature in kinds:
+            texts = sample(policy, tokenizer, prompts, count, temperature, settings).texts
+            rows_of_texts = [row for row in rows for _ in range(count)]
+            rewards = compute_rewards(texts, rows_of_texts, settings)
+            for place, answer in enumerate(zip(texts, rewards)):
+                answers[place // count].append(answer)
+    return tally(rows, answers, settings.solved_reward), answers
 
 
-def report(log, rows, args):
-    """Print what came of a run: accuracy, a prompt that it learned, unlikely tokens, gradients."""
-    before, after = log["evaluations"][0], log["evaluations"][-1]
+def tally(rows, answers, solved_reward):
+    """Greedy accuracy, avg@k and pass@k per difficulty, each (mean, low, high); and mean reward.
+
+    `answers` has (response, reward) pairs for each row, the greedy one first, then k samples.
+    Returns {difficulty: {"prompts": n, "greedy": ..., "avg@k": ..., "pass@k": ..., "reward": ...}}.
+
+    >>> table = tally([{"difficulty": "2"}], [[("a", 3.0), ("b", 3.0), ("c", -1.0)]], 3.0)
+    >>> table["2"]["avg@2"][0], table["2"]["reward"]
+    (0.5, 1.0)
+    """
+    table = {}
+    for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
+        rewards = []
+        for row, answers_of_row in zip(rows, answers):
+            if row["difficulty"] == difficulty:
+                rewards.append([reward for _, reward in answers_of_row])
+        rewards = torch.tensor(rewards, dtype=torch.float64)  # (prompts, 1 + k)
+        right = reaches(rewards, solved_reward).double()
+        line = {"prompts": len(rewards), "greedy": wilson_interval(right[:, 0])}
+        k = rewards.shape[1] - 1
+        if k:
+            line[f"avg@{k}"] = wilson_interval(right[:, 1:].mean(1))
+            line[f"pass@{k}"] = wilson_interval(right[:, 1:].amax(1))
+        line["reward"] = float(rewards[:, 1:].mean() if k else rewards.mean())
+        table[difficulty] = line
+    return table
+
+
+def wilson_interval(values):
+    """The mean of values between 0 and 1, and its 95 % interval (Wilson's score interval): (n,) → 3
+
+    Where they are not just 0 or 1, as for avg@k, it is rather too wide.
+
+    >>> [round(number, 3) for number in wilson_interval(torch.tensor([0.0, 1.0] * 50))]
+    [0.5, 0.404, 0.596]
+    """
+    z = 1.959964
+    count = len(values)
+    mean = float(values.mean())
+    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count**2))
+    return mean, max(0.0, centre - half), min(1.0, centre + half)
+
+
+def table_text(tables, heading):
+    """Tables of `tally` {title: table} as text: a line for each measure and difficulty.
+
+    `heading` says what the difficulties are, such as "people".
+    """
+    layout = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
+    lines = [layout.format("", heading, "prompts", *tables)]
+    first = next(iter(tables.values()))
+    measures = list(next(iter(first.values())))
+    for measure in measures[1:-1]:  # without the number of prompts and the reward
+        for difficulty, line in first.items():
+            cells = []
+            for table in tables.values():
+                cells.append("{:.2f} [{:.2f}, {:.2f}]".format(*table[difficulty][measure]))
+            lines.append(layout.format(measure, difficulty, line["prompts"], *cells))
+        means = []
+        for table in tables.values():
+            means.append(sum(line[measure][0] for line in table.values()) / len(table))
+        lines.append(mean_line(layout, measure, means))
+    rewards = []
+    for table in tables.values():
+        rewards.append(sum(line["reward"] for line in table.values()) / len(table))
+    lines.append(mean_line(layout, "reward", rewards))
+    return "\n".join(lines)
+
+
+def mean_line(layout, measure, means):
+    """A line of `table_text`: the mean over the difficulties, for each table."""
+    cells = [f"{mean:.2f}{'':13}" for mean in means]
+    return layout.format(measure, "mean", "", *cells).rstrip()
+
+
+def report(log, rows, settings):
+    """Print what came of a run: accuracy, a prompt that it learned, the first step and the last."""
+    before = log["evaluations"][0]
+    after = log["evaluations"][-1]
     print(f"\nHeld-out accuracy before and after {after['step']} steps, with 95 % intervals\n")
-    print(TASKS[args.task].table_text({"before": before["table"], "after": after["table"]}))
-    learned = [  # greedy answers that became right
-        (row["asked"], old_text, text)
-        for row, (old_text, was), (text, now) in zip(rows, before["greedy"], after["greedy"])
-        if was < args.solved_reward <= now
-    ]
-    for asked, *texts in sorted(learned, key=lambda each: len(each[0]))[:1]:  # the shortest
+    tables = {"before": before["table"], "after": after["table"]}
+    print(table_text(tables, TASKS[settings.task].difficulty))
+    learned = []  # greedy answers that became right
+    for row, (old_text, was), (text, now) in zip(rows, before["greedy"], after["greedy"]):
+        if reaches(now, settings.solved_reward) and not reaches(was, settings.solved_reward):
+            learned.append((row["asked"], old_text, text))
+    if learned:
+        asked, old_text, text = min(learned, key=lambda each: len(each[0]))  # the shortest
         print(f"\nA prompt that it has learned to answer:\n{textwrap.fill(asked, 99)}")
-        for title, text in zip(("before:", "after: "), texts):
-            print(title, " ".join(text.rpartition("</think>")[2].split())[:300])
-    if steps := log["metrics"]:
-        blocks = "".join("▁▂▃▄▅▆▇█"[round(7 * step["accuracy"])] for step in steps)
-        print(f"\nAccuracy in training, a bar for each step: {blocks}\nFirst step and last:")
+        print("before:", " ".join(old_text.rpartition("</think>")[2].split())[:300])
+        print("after: ", " ".join(text.rpartition("</think>")[2].split())[:300])
+    steps = log["metrics"]
+    if steps:
+        print("\nIn training, first step → last:")
         for name in ("accuracy", "low_probability_share", "grad_norm/low", "grad_norm/high"):
             if name in steps[0]:
                 print(f"{name:<24}{steps[0][name]:.2f} → {steps[-1][name]:.2f}")
+    equal = steps_without_advantages(steps)
+    if equal and settings.advantage == "grpo":
+        print(f"\nIn {equal} of {len(steps)} steps no group had unequal rewards: nothing was")
+        print("learned there. Look at samples.jsonl.")
 
 
-# 11. Metrics and files ----------------------------------------------------------------------------
+def show_accuracy(settings):
+    """Print the accuracy of a model and, spread over the difficulties, three prompts, answered."""
+    policy, tokenizer, _, rows = prepare(settings)
+    table, answers = evaluate(policy, tokenizer, rows, settings)
+    shown = range(0, len(rows), max(1, len(rows) // 3))[:3]
+    for place in shown:
+        print(f"\n--- {rows[place]['prompt']}\nsolution: {rows[place]['solution']}")
+        for number, (text, reward) in enumerate(answers[place]):
+            title = f"sample {number}" if number else "greedy"
+            print(f"\n[{title}, reward {reward:g}]\n{text}")
+    print()
+    print(table_text({"": table}, TASKS[settings.task].difficulty))
 
 
-def step_metrics(rollout, rewards, entropies, totals, clock, args):
-    """One line of metrics.jsonl, with TRL's names where TRL has one. `totals`: {pass: sums}."""
+# 11. Sampling quickly -----------------------------------------------------------------------------
+
+STRETCH = 32  # tokens, after which responses that have ended leave the batch
+CACHE = ALL_CACHE_NAMES[0]  # HF's name of the argument: `cache` since transformers 5.24
+
+
+def generate_in_stretches(model, tokenizer, prompt_ids, config):
+    """HF `generate` a stretch at a time: N lists of prompt ids → N lists of response ids.
+
+    From the same distribution as one plain call, 2.1 times faster with the bundled model.
+    """
+    ends = config.eos_token_id
+    padded = tokenizer.pad({"input_ids": prompt_ids}, padding_side="left", return_tensors="pt")
+    ids = padded["input_ids"].to(model.device)  # (N, P)
+    mask = padded["attention_mask"].to(model.device)
+    responses = [[] for _ in prompt_ids]
+    unfinished = list(range(len(prompt_ids)))  # whose responses the rows of ids are
+    cache = DynamicCache()
+    for start in range(0, config.max_new_tokens, STRETCH):
+        stretch = copy.copy(config)
+        stretch.max_new_tokens = min(STRETCH, config.max_new_tokens - start)
+        ids = generate(model, ids, mask, cache, stretch)
+        new = ids[:, mask.shape[1] :]  # (unfinished, new tokens)
+        for i, tokens in zip(unfinished, new.tolist()):
+            responses[i] += until_end(tokens, ends)
+        rows = [row for row, i in enumerate(unfinished) if responses[i][-1] not in ends]
+        if not rows:
+            break
+        unfinished = [unfinished[row] for row in rows]
+        mask = torch.cat([mask, torch.ones_like(new)], 1)[rows]
+        ids = ids[rows]
+        cache.batch_select_indices(torch.tensor(rows, device=ids.device))
+    return responses
+
+
+# 12. Metrics and files ----------------------------------------------------------------------------
+
+
+def step_metrics(rollout, updates, settings):
+    """One line of metrics.jsonl, with TRL's names where TRL has one."""
     mask = rollout.mask
-    lengths = mask.sum(1).float()
+    lengths = mask.sum(1).double()
     count = int(mask.sum())
-    groups = rewards.view(-1, args.group_size)
-    low, _ = split_tokens(rollout.old_logprobs, mask, args.eta or 0.5)  # the paper's η
+    groups = rollout.rewards.view(-1, settings.group_size)
+    low, _ = split_tokens(rollout.old_logprobs, mask, settings.eta or 0.5)  # the paper's η
     metrics = {
-        "reward": rewards.mean(),
-        "reward_std": groups.std(1, correction=min(1, args.group_size - 1)).mean(),
-        "frac_reward_zero_std": (groups == groups[:, :1]).all(1).float().mean(),
-        "accuracy": (rewards >= args.solved_reward).float().mean(),
+        "reward": rollout.rewards.mean(),
+        "reward_std": groups.std(1, correction=min(1, settings.group_size - 1)).mean(),
+        "frac_reward_zero_std": all_equal(groups).double().mean(),
+        "accuracy": reaches(rollout.rewards, settings.solved_reward).double().mean(),
         "completions/mean_length": lengths.mean(),
         "completions/max_length": lengths.max(),
-        "completions/clipped_ratio": rollout.truncated.float().mean(),
-        "entropy": entropies.sum() / count,
+        "completions/clipped_ratio": rollout.truncated.double().mean(),
+        "entropy": rollout.entropies.sum() / count,
         "low_probability_share": low.sum() / count,
         "rollout/kl": 0.0,  # of the policy that sampled to the starting one
         "rollout/tokens": count,
     }
     if rollout.ref_logprobs is not None:
-        inside = mask & (rollout.old_logprobs != -math.inf)
+        inside = mask & (rollout.old_logprobs > -math.inf)
         kl = kl_estimate(rollout.old_logprobs[inside], rollout.ref_logprobs[inside])
         metrics["rollout/kl"] = kl.sum() / count
-    metrics = Counter({name: float(value) for name, value in metrics.items()})
-    for kind, sums in totals.items():
-        for name in STATISTICS:  # means over the mini-batches; Lopti's two passes add up
-            metrics[name] += sums[name] / max(1, sums["optimizer_steps"] + sums["skipped_steps"])
-        metrics[f"grad_norm/{kind}"] = sums["grad_norm"] / max(1, sums["optimizer_steps"])
-        for name in COUNTS:
-            metrics[name] += sums[name]
-    metrics["masked_share"] = metrics["masked_tokens"] / (len(totals) * args.passes * count)
-    phases = ("sampling", "rewarding", "scoring", "updating")
-    for phase, begin, end in zip(phases, clock, clock[1:]):
-        metrics[f"seconds/{phase}"] = round(end - begin, 4)
-    return dict(metrics)
+    metrics = {name: float(value) for name, value in metrics.items()}
+    totals = dict.fromkeys((*STATISTICS, *COUNTS), 0.0)
+    by_name = {}  # of a pass: the sums of all passes of that name
+    for name, sums in zip(settings.pass_names(), updates):
+        by_name.setdefault(name, dict.fromkeys(sums, 0.0))
+        add(by_name[name], sums)
+    for name, sums in by_name.items():
+        mini_batches = max(1, sums["optimizer_steps"] + sums["skipped_steps"])
+        add(totals, {each: sums[each] / mini_batches for each in STATISTICS})
+        add(totals, {each: sums[each] for each in COUNTS})
+        metrics[f"grad_norm/{name}"] = sums["grad_norm"] / max(1, sums["optimizer_steps"])
+    metrics |= totals
+    metrics["masked_share"] = totals["masked_tokens"] / (len(updates) * count)
+    return metrics
+
+
+def tell_plan(settings, device, folder, saved, last):
+    """Say what a run is going to do."""
+    steps = f"Steps {saved + 1} to {last}" if saved < last else f"All {last} steps are done"
+    print(f"{steps} on {device}, into {folder}")
+    responses = settings.prompts_per_step * settings.group_size
+    remainder = responses % (settings.mini_batch_size or responses)
+    if responses > settings.mini_batch_size and remainder:
+        print(f"{responses} responses: the last mini-batch, a step too, has {remainder} of them")
+
+
+def tell_step(lines, last, progress, settings):
+    """Say how training goes: in the progress bar; without a terminal, a line each tenth."""
+    metrics = lines[-1]
+    step = metrics["step"]
+    reward = metrics["reward"]
+    accuracy = metrics["accuracy"]
+    progress.set_postfix(reward=reward, accuracy=accuracy)
+    if progress.disable and is_due(step, max(1, last // 10)):
+        print(f"step {step} of {last}: reward {reward:.2f}, accuracy {accuracy:.2f}")
+    if metrics["nonfinite_steps"]:
+        tqdm.write(f"step {step}: left out an update whose gradient was not finite")
+    if settings.advantage == "grpo" and steps_without_advantages(lines) == 1:
+        if metrics["frac_reward_zero_std"] == 1:  # the first such step
+            tqdm.write(f"step {step}: no group has unequal rewards, so there is nothing to learn")
+
+
+def steps_without_advantages(lines):
+    """In how many steps the rewards of each group were all equal."""
+    return sum(line["frac_reward_zero_std"] == 1 for line in lines)
+
+
+def run_folder(settings, policy):
+    """The folder of a run, with its settings in config.json; made unless it is resumed."""
+    name = settings.name or settings.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
+    folder = Path(settings.resume or Path(settings.output) / name).expanduser().resolve()
+    with user_errors(f"cannot make {folder}: choose another --output or --name, or --resume it"):
+        folder.mkdir(parents=True, exist_ok=bool(settings.resume))
+    with user_errors("the model of this run could not be saved at its end"):
+        for part in (policy.config, policy.generation_config):
+            part.save_pretrained(folder / ".final.partial")  # what becomes final/
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    with replaced_at_once(folder / "config.json") as path:
+        path.write_text(json.dumps(asdict(settings) | versions, indent=2, default=str))
+    return folder
 
 
 @contextmanager
 def replaced_at_once(path):
     """Write a file or folder beside `path`, and move it there when it is complete."""
     partial = path.with_name(f".{path.name}.partial")
-    with user_errors(f"cannot write {path}; --resume goes on"):  # a full disk, say
+    with user_errors(f"cannot write {path}, is the disk full? --resume goes on"):
         yield partial
-        if path.is_dir():
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
             shutil.rmtree(path)
         os.replace(partial, path)
 
@@ -736,6 +1025,24 @@ def load_checkpoint(folder, policy, optimizer):
     return state["step"], state["log"]
 
 
+def log_step(folder, log, step, metrics, batch, rollout):
+    """A line of metrics, and the first response to each of two prompts."""
+    add_line(folder, log, "metrics", {"step": step, **metrics})
+    group_size = len(rollout.texts) // len(batch)
+    for group, row in enumerate(batch[:2]):
+        text = rollout.texts[group * group_size]
+        reward = float(rollout.rewards[group * group_size])
+        sample = {"step": step, "prompt": row["prompt"], "response": text, "reward": reward}
+        add_line(folder, log, "samples", sample)
+
+
+def log_evaluation(folder, log, step, policy, tokenizer, rows, settings):
+    """Evaluate the policy: a line with the table and the greedy answers."""
+    table, answers = evaluate(policy, tokenizer, rows, settings)
+    greedy = [answers_of_row[0] for answers_of_row in answers]
+    add_line(folder, log, "evaluations", {"step": step, "table": table, "greedy": greedy})
+
+
 def add_line(folder, log, name, line):
     """One more line of a jsonl file."""
     log[name].append(line)
@@ -743,22 +1050,29 @@ def add_line(folder, log, name, line):
         stream.write(json.dumps(line) + "\n")
 
 
-# 12. The model ------------------------------------------------------------------------------------
+# 13. The model ------------------------------------------------------------------------------------
 
 
-def prepare(args):
+def prepare(settings):
     """The model on its device, its tokenizer, training and evaluation rows."""
-    device = args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-    policy, tokenizer = load_model(args.model, device)
-    if args.gradient_checkpointing:
+    device = settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
+    policy, tokenizer = load_model(settings.model, device)
+    if settings.gradient_checkpointing:
         checkpoint_layers(policy)
-    train_rows, eval_rows = load_data(args, tokenizer)
-    check_model(policy, tokenizer, train_rows + eval_rows, args)
+    train_rows, eval_rows = load_data(settings, tokenizer)
+    check_model(policy, tokenizer, train_rows + eval_rows, settings)
     return policy, tokenizer, train_rows, eval_rows
 
 
 def load_model(name, device):
-    """Model (weights in float32, in evaluation mode) and tokenizer of a folder or a hub name."""
+    """Model (weights in float32, in evaluation mode) and tokenizer of a folder or a hub name.
+
+    Without a name the bundled model.
+    """
+    name = Path(name).expanduser() if name else Path(__file__).resolve().parent / "data" / "tiny"
+    if not name.exists() and (name.is_absolute() or Path(name.parts[0]).exists()):
+        raise UserError(f"--model {name}: there is no such folder")
+    name = str(name)  # MODEL
     with user_errors(f"cannot load --model {name} on --device {device}"):
         if (Path(name) / "adapter_config.json").exists():
             raise ValueError("it is an adapter: merge it into its model first")
@@ -787,7 +1101,7 @@ def checkpoint_layers(model):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def check_model(model, tokenizer, rows, args):
+def check_model(model, tokenizer, rows, settings):
     """UserError where prompts and responses do not fit the model, or π is not what was sampled.
 
     Each token of two responses, one to a padded prompt, must be drawn from what it is scored with.
@@ -800,7 +1114,7 @@ def check_model(model, tokenizer, rows, args):
             # Past this length a row's log-probabilities would depend on the longest row beside it.
             limit = min(limit, rope.get("original_max_position_embeddings", limit))
     ids = tokenizer([row["prompt"] for row in rows], add_special_tokens=False)["input_ids"]
-    if max(map(len, ids)) + args.max_new_tokens > limit > 0:  # some models say -1: no limit
+    if max(map(len, ids)) + settings.max_new_tokens > limit > 0:  # some models say -1: no limit
         raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
     words = model.get_input_embeddings().num_embeddings
     largest = max(max(prompt, default=0) for prompt in ids)
@@ -808,173 +1122,129 @@ def check_model(model, tokenizer, rows, args):
         raise UserError(f"the model has {words} embeddings, none for token {largest} of a prompt")
     text = 2 * tokenizer.decode(ids[0][:8])
     drawn = []
-    size = min(STRETCH + 4, args.max_new_tokens)
-    few = argparse.Namespace(**vars(args) | {"max_new_tokens": size})
-    with user_errors(f"{args.model} cannot be trained"), tempfile.TemporaryDirectory() as folder:
-        model.config.save_pretrained(folder)  # what cannot be saved is told before training
+    size = min(STRETCH + 4, settings.max_new_tokens)
+    few = replace(settings, max_new_tokens=size)
+    with user_errors(f"{settings.model} cannot be trained"):
         with model.register_forward_hook(lambda *call: drawn.append(call[2].logits[:, -1])):
             rollout = sample(model, tokenizer, [text, 2 * text], 1, 0, few, end_ids=[])
         drawn = torch.stack(drawn, 1).flatten(0, 1).float()  # (new tokens of both, V)
-        with torch.no_grad(), mixed_precision(model, args):
+        with torch.no_grad(), mixed_precision(model, settings):
             scored = token_logits(model, rollout.ids, rollout.mask, 1.0)
         difference = float((drawn - scored).abs().max())
-        rounding = 1e-3 if args.dtype == "float32" else 0.05 * float(scored.abs().max())
+        rounding = 1e-3 if settings.dtype == "float32" else 0.05 * float(scored.abs().max())
         if not difference < rounding:  # or it is not a number
             raise ValueError(f"π is not what was sampled: its logits differ by {difference:.2g}")
 
 
-def make_reference(policy, args):
+def make_reference(policy, settings):
     """π_ref, the policy as it starts, without gradients; None where β = 0."""
-    return copy.deepcopy(policy).requires_grad_(False) if args.kl_coef else None
+    return copy.deepcopy(policy).requires_grad_(False) if settings.kl_coef else None
 
 
-def make_optimizer(policy, args):
-    rate, decay = args.learning_rate, args.weight_decay
+def make_optimizer(policy, settings):
+    """AdamW over all weights, one for all passes."""
+    rate = settings.learning_rate
+    decay = settings.weight_decay
     return torch.optim.AdamW(policy.parameters(), lr=rate, weight_decay=decay, fused=True)
 
 
-# 13. Flags and main -------------------------------------------------------------------------------
-
-
-def within(kind, low, high=math.inf):
-    """A type for argparse: an int or float from `low` to `high`."""
-
-    def number(text):  # argparse says "invalid number value" by this name
-        value = kind(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must lie between {low} and {high}, not {text}")
-        return value
-
-    return number
+# 14. The command line -----------------------------------------------------------------------------
 
 
 def build_parser():
-    share, not_negative = within(float, 0, 1), within(float, 0, 1e9)
-    count, at_least_1 = within(int, 0, 10**9), within(int, 1, 10**9)
+    """A flag for each field of Settings. @FILE stands for the flags in a file."""
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # so that errors are one sentence
         description=__doc__.split("\n\n")[0],
         epilog="@FILE stands for the flags in it: data/kk.flags, data/math.flags are the paper's.",
         fromfile_prefix_chars="@",
+        argument_default=argparse.SUPPRESS,  # only what is given
     )
-    parser.convert_arg_line_to_args = lambda line: line.partition("#")[0].split()
-    parser.set_defaults(weight_decay=0.01, max_grad_norm=1.0, clip_dual=10.0)  # without a flag
-
-    def add(name, help, default=None, **options):
-        if default is not None and default is not False and default != "":
-            help += " (default: %(default)s)"
-        group.add_argument(name, help=help, default=default, **options)
-
-    group = parser.add_argument_group("method")
-    add("--advantage", "by group or by batch", "grpo", choices=("grpo", "reinforce++"))
-    add("--alpha", "α of Advantage Reweighting, Eq. 4", 0.0, type=share)
-    add("--eta", "η of Lopti: π < η is updated first", 0.0, type=share)
-    add("--order", "Lopti's passes", "low-high", choices=("low-high", "high-low", "low", "high"))
-    add("--passes", "how often to go over a rollout batch", 1, type=at_least_1)
-    add("--stapo", "leave out STAPO's spurious tokens", False, action="store_true")
-    add("--top-entropy", "ρ of 80/20, the share kept; the paper: 0.2; 0: off", 0.0, type=share)
-    add("--min-p", "ρ of the safe vocabulary; e^-13 is 2.3e-6; 0: off", 0.0, type=share)
-    add("--clip-low", "ε_l: the ratio is clipped at 1-ε_l", 0.2, type=not_negative)
-    add("--clip-high", "ε_h: the ratio is clipped at 1+ε_h", 0.24, type=not_negative)
-    add("--kl-coef", "β; at 0 no reference model is needed", 0.001, type=not_negative)
-    group = parser.add_argument_group("sampling")
-    add("--prompts-per-step", "prompts in a rollout batch (math: 64)", 16, type=at_least_1)
-    add("--group-size", "G: responses to each prompt", 8, type=at_least_1)
-    add("--temperature", "T_s, of sampling and every π", 1.0, type=within(float, 0.01, 100))
-    add("--max-prompt-length", "longer prompts are dropped", 400, type=at_least_1)
-    add("--max-new-tokens", "longest response, in tokens", 256, type=at_least_1)
-    add("--sample-batch-size", "responses at a time (math: 512); 0: all", 256, type=count)
-    group = parser.add_argument_group("optimisation")
-    add("--learning-rate", "of AdamW, constant", 1e-4, type=within(float, 1e-12, 1))
-    add("--mini-batch-size", "responses in an optimizer step (math: 256); 0: all", 64, type=count)
-    add("--tokens-per-microbatch", "changes memory and speed only", 2048, type=at_least_1)
-    add("--gradient-checkpointing", "less memory, a third more time", False, action="store_true")
-    add("--steps", "training steps (rollout batches)", 24, type=count)
-    group = parser.add_argument_group("model and data")
-    add("--task", "Knights and Knaves, or math with \\boxed{}", "kk", choices=TASKS)
-    add("--model", "folder or hub name of a causal model", str(HERE / "data" / "tiny"))
-    add("--data", "jsonl, json, csv, parquet or hub name:configuration:split; else our own rows")
-    add("--eval-data", "in the same forms; without it a tenth of --data, or our own rows")
-    add("--reward", "your own, f(completions, solution, **columns)", metavar="MODULE:FUNCTION")
-    add("--solved-reward", "a response is right from this reward on", type=within(float, -1e9, 1e9))
-    add("--people", "kk: sizes of puzzles", [2, 3], type=int, nargs="+")
-    add("--dtype", "of forward passes", "float32", choices=("float32", "bfloat16"))
-    add("--device", "auto: cuda or cpu; mps is untried", "auto")
-    group = parser.add_argument_group("evaluation and run folder")
-    add("--eval-every", "steps; 0: before and after training only", 0, type=count)
-    add("--eval-size", "evaluation prompts per difficulty; 0: all", 100, type=count)
-    add("--eval-samples", "k of avg@k and pass@k, at T = 1; 0: greedy only", 4, type=count)
-    add("--eval-only", "evaluate the model and stop", False, action="store_true")
-    add("--show", "with --eval-only: print so many prompts, answered", 0, type=count)
-    add("--save-every", "steps; 0: no checkpoint", 10, type=count)
-    add("--resume", "go on with a run, by its own settings", "", metavar="runs/NAME")
-    add("--name", "of the run folder; a new one otherwise", "")
-    add("--output", "where run folders are made", "runs")
-    add("--seed", "of everything random", 0, type=within(int, 0, 2**32 - 1))
+    parser.convert_arg_line_to_args = words_of_line
+    for each in fields(Settings):
+        options = {"help": each.metadata["meaning"]}
+        if each.type is bool:
+            options["action"] = "store_true"
+        elif each.type is list:
+            options |= {"type": int, "nargs": "+"}
+        else:
+            options |= {"type": each.type, "choices": each.metadata["choices"]}
+        if each.type is not bool and each.default not in ("", None):
+            options["help"] += f" (default: {each.default})"
+        parser.add_argument(flag(each.name), **options)
     return parser
 
 
-def parse_arguments(argv=None):
-    """Defaults, then those of the task or of the run to resume, then flags: the later wins."""
-    parser = build_parser()
-    settings = vars(parser.parse_args([]))
-    flags = vars(parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(settings))))
-    flags = {name: value for name, value in flags.items() if value is not None}
-    if flags.get("task") == "math":
-        settings |= {"prompts_per_step": 64, "mini_batch_size": 256, "sample_batch_size": 512}
-    if "resume" in flags:
-        with user_errors(f"--resume {flags['resume']}: name the folder of a run, runs/NAME"):
-            config = json.loads((Path(flags["resume"]) / "config.json").read_text())
-            settings = {name: config[name] for name in settings}
-        free = {"resume", "steps", "eval_every", "save_every", "device", "sample_batch_size"}
-        free |= {"tokens_per_microbatch", "gradient_checkpointing"}
-        if refused := ", ".join(flags.keys() - free):
-            parser.error(f"--resume cannot change {refused}: start a new run for that")
-    args = argparse.Namespace(**{**settings, **flags})
-    if args.reward and args.solved_reward is None:
-        parser.error("--reward needs --solved-reward: from which reward on is a response right?")
-    if args.solved_reward is None:
-        args.solved_reward = TASKS[args.task].solved
-    if args.order != "low-high" and not args.eta:
-        parser.error("--order needs --eta above 0 to tell low from high")
-    if args.group_size < 2 and args.advantage == "grpo":
-        parser.error("--group-size must be at least 2: GRPO compares responses within a group")
-    return args
+def words_of_line(line):
+    """The words of a line of a file of flags, without a comment behind #."""
+    return line.partition("#")[0].split()
 
 
-def run_command(args):
-    """Train; or print the accuracy of a model and, spread over the difficulties, some answers."""
-    if not args.eval_only:
-        return train(args)
-    policy, tokenizer, _, rows = prepare(args)
-    table, answers = evaluate(policy, tokenizer, rows, args)
-    for i in range(0, len(rows), max(1, len(rows) // max(1, args.show)))[: args.show]:
-        print(f"\n--- {rows[i]['prompt']}\nsolution: {rows[i]['solution']}")
-        for sampled, (text, reward) in enumerate(answers[i]):
-            print(f"\n[{f'sample {sampled}' if sampled else 'greedy'}, reward {reward:g}]\n{text}")
-    print("\n" + TASKS[args.task].table_text({"": table}))
+# What may change when a run goes on.
+MAY_CHANGE = ("resume", "steps", "eval_every", "save_every", "device", "sample_batch_size")
+MAY_CHANGE += ("tokens_per_microbatch", "gradient_checkpointing")
+
+
+def parse_arguments(words=None):
+    """The settings by flags; with --resume those of the run, and few may change."""
+    given = vars(build_parser().parse_args(words))
+    if not given.get("resume"):
+        return Settings(**given)
+    path = Path(given["resume"]).expanduser() / "config.json"
+    with user_errors(f"--resume {given['resume']}: name the folder of a run, runs/NAME"):
+        config = json.loads(path.read_text())
+    saved = {each.name: config.get(each.name) for each in fields(Settings)}
+    lacking = ", ".join(each.name for each in fields(Settings) if each.name not in config)
+    if lacking:
+        raise UserError(f"{path} lacks {lacking}, as another version made it: start a new run")
+    for name, value in given.items():
+        if name not in MAY_CHANGE and value != saved[name]:
+            raise UserError(f"--resume cannot change {flag(name)}: start a new run for that")
+    return Settings(**(saved | given))
 
 
 def exit_code(program, name):
     """Run a program: 0; 2 after one sentence about what its user can mend; 130 after Ctrl-C."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill ends like Ctrl-C
+    memory = "out of memory: lower --tokens-per-microbatch or --sample-batch-size"
     try:
         program()
         return 0
     except KeyboardInterrupt as stop:
         code, told = 130, f"stopped. {stop}"
-    except torch.OutOfMemoryError:
-        code, told = 2, "out of memory: lower --tokens-per-microbatch or --sample-batch-size"
+    except (torch.OutOfMemoryError, MemoryError):
+        code, told = 2, memory
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):  # as torch says on a CPU
+            raise
+        code, told = 2, memory
     except (UserError, OSError) as error:  # OSError: a disk that is full or read-only
         code, told = 2, error
     print(f"{name}: {told}", file=sys.stderr)
     return code
 
 
-def main(argv=None):
-    return exit_code(lambda: run_command(parse_arguments(argv)), "lopti.py")
+def run_command(words=None):
+    """What the command line asks for: a training, or with --eval-only an evaluation."""
+    settings = parse_arguments(words)
+    if settings.eval_only:
+        show_accuracy(settings)
+    else:
+        train(settings)
+
+
+def main(words=None):
+    return exit_code(lambda: run_command(words), "lopti.py")
+
+
+def open_streams():
+    """Output takes any sign, a line at a time; where it is closed, it goes nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        getattr(sys, name).reconfigure(errors="backslashreplace", line_buffering=True)
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # where the terminal has no α
+    open_streams()
     sys.exit(main())
