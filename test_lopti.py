@@ -189,6 +189,7 @@ def random_model(family="Llama", **changes):
     ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
     config = getattr(transformers, f"{family}Config")(**{**sizes, **ids, **changes})
     model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data.mul_(6)
