@@ -1428,14 +1428,16 @@ def test_help_names_every_flag_and_the_pages_no_other():
 
 TEMPORARY = tempfile.TemporaryDirectory()
 SMALL = Path(TEMPORARY.name)  # a small model and few rows, so that a run takes a second
-save_both(random_model(), TOKENIZER, SMALL)
+SURE = random_model()
+SURE.lm_head.weight.data.mul_(8)  # some tokens on each side of η
+save_both(SURE, TOKENIZER, SMALL)
 for use in ("train", "test"):
     write_jsonl(SMALL / f"{use}.jsonl", read_jsonl(ROOT / "data" / f"kk_{use}.jsonl")[:20])
 ROWS = f"--data {SMALL}/train.jsonl --eval-data {SMALL}/test.jsonl --people 2 "
 FLAGS = (
     f"--model {SMALL} {ROWS}"
     "--steps 4 --save-every 2 --alpha 0.3 --eta 0.5 --prompts-per-step 2 --group-size 4 "
-    "--max-new-tokens 24 --mini-batch-size 4 --eval-size 1 --eval-samples 1 --eval-every 2 "
+    "--max-new-tokens 12 --mini-batch-size 4 --eval-size 1 --eval-samples 1 --eval-every 2 "
     f"--reward {__name__}:vowels_modulo_3 --solved-reward 1 "
 )
 
@@ -1478,6 +1480,9 @@ def test_what_a_run_leaves_behind(finished_run):
     assert config["torch"] == torch.__version__
     evaluations = read_jsonl(finished_run / "evaluations.jsonl")
     assert [row["step"] for row in evaluations] == [0, 2, 4]
+    for line in steps:
+        assert 0 < line["low_probability_share"] < 1
+        assert min(line["grad_norm/low"], line["grad_norm/high"]) > 0
     samples = read_jsonl(finished_run / "samples.jsonl")
     assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert samples[0]["prompt"] != samples[1]["prompt"]  # of two groups
