@@ -1210,8 +1210,9 @@ def test_evaluation_counts(place, monkeypatch):
             texts.append("no" if is_wrong else r"\boxed{7}")
         return SimpleNamespace(texts=texts)
 
-    def fake_fork(devices, device_type):
-        forked.extend([devices, device_type])
+    def fake_fork(devices=None, device_type=None):
+        if device_type:  # else that of a reward
+            forked.extend([devices, device_type])
         return nullcontext()
 
     # the seed of all devices, not of the CPU alone
@@ -1632,14 +1633,26 @@ def test_a_run_of_another_version_is_told(run_copy, capsys):
     assert "start a new run" in told
 
 
-def test_a_damaged_checkpoint_is_named(run_copy, capsys):
-    """A lost tensor; a pickle that would run code."""
+class Code:
+    """What runs when it is read: it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = str(folder)
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_a_damaged_checkpoint_is_named(run_copy, tmp_path, capsys):
+    """A lost tensor; a pickle that would run code, which it does not."""
     path = run_copy / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
+    torch.save({**state, "step": Code(tmp_path / "made")}, path)
+    assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
+    assert not (tmp_path / "made").exists()
     del state["policy"]["model.norm.weight"]
-    for damaged in (state, {"step": 4, "code": os.system}):
-        torch.save(damaged, path)
-        assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
+    torch.save(state, path)
+    assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
 
 
 def full_disk(self, path, *inputs, **options):
