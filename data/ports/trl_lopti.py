@@ -21,9 +21,9 @@ def make_parser():
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("--steps", type=int, default=5, help="rollout batches")
-    parser.add_argument("--alpha", default="0.3")
-    parser.add_argument("--eta", default="0.5")
-    text = "where the trained model is saved (runs/trl)"
+    parser.add_argument("--alpha", type=float, default=0.3, help="α of Eq. 4")
+    parser.add_argument("--eta", type=float, default=0.5, help="η of Lopti")
+    text = "an empty or a new folder for the trained model (runs/trl)"
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "trl", help=text)
     return parser
 
@@ -49,7 +49,8 @@ class LoptiTrainer(GRPOTrainer):
 
     def __init__(self, *args, alpha=0.0, eta=0.0, **kwargs):
         super().__init__(*args, **kwargs)
-        self.alpha, self.eta = alpha, eta
+        self.alpha = alpha
+        self.eta = eta
         required = {
             "loss_type": "dapo",  # a sum over tokens divided by num_items_in_batch
             "num_iterations": 2 if eta else self.num_iterations,  # Lopti's two passes
@@ -84,11 +85,12 @@ class LoptiTrainer(GRPOTrainer):
         return batch
 
     def _prepare_inputs(self, generation_batch):
-        """A micro-batch: `tool_mask` takes the other stage's tokens from the loss, not from N."""
+        """A micro-batch: `tool_mask` takes the other pass's tokens from the loss, not from N."""
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
             return inputs
-        per_batch, per_step = self.args.steps_per_generation, self.args.gradient_accumulation_steps
+        per_batch = self.args.steps_per_generation
+        per_step = self.args.gradient_accumulation_steps
         mask = inputs["response_mask"].bool()
         if self.eta:
             low_pass = self._step // per_batch % 2 == 0
@@ -107,30 +109,31 @@ class LoptiTrainer(GRPOTrainer):
         return norm
 
 
-def trl_settings(args, processes=1, accumulation=1):
+def trl_settings(settings, processes=1, accumulation=1):
     """Settings of lopti.py in the names of GRPOConfig."""
-    mini_batches = args.prompts_per_step * args.group_size // args.mini_batch_size
+    responses = settings.prompts_per_step * settings.group_size
+    mini_batches = responses // settings.mini_batch_size
     return {
         "loss_type": "dapo",
         "use_bias_correction_kl": False,
-        "num_iterations": 2 if args.eta else 1,
+        "num_iterations": 2 if settings.eta else 1,
         "steps_per_generation": mini_batches * accumulation,
         "gradient_accumulation_steps": accumulation,
-        "per_device_train_batch_size": args.mini_batch_size // (processes * accumulation),
-        "num_generations": args.group_size,
-        "max_completion_length": args.max_new_tokens,
-        "temperature": args.temperature,
+        "per_device_train_batch_size": settings.mini_batch_size // (processes * accumulation),
+        "num_generations": settings.group_size,
+        "max_completion_length": settings.max_new_tokens,
+        "temperature": settings.temperature,
         "top_p": 1.0,
         "top_k": 0,
-        "epsilon": args.clip_low,
-        "epsilon_high": args.clip_high,
-        "delta": args.clip_dual,
-        "beta": args.kl_coef,
-        "learning_rate": args.learning_rate,
+        "epsilon": settings.clip_low,
+        "epsilon_high": settings.clip_high,
+        "delta": settings.clip_dual,
+        "beta": settings.kl_coef,
+        "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "constant",
-        "weight_decay": args.weight_decay,
-        "max_grad_norm": args.max_grad_norm,
-        "seed": args.seed,
+        "weight_decay": settings.weight_decay,
+        "max_grad_norm": settings.max_grad_norm,
+        "seed": settings.seed,
         "use_cpu": not torch.cuda.is_available(),  # else processes without a GPU train alone
         "bf16": False,
         "activation_checkpointing": False,
@@ -141,20 +144,31 @@ def trl_settings(args, processes=1, accumulation=1):
 
 
 def main():
-    flags = make_parser().parse_args()
+    parser = make_parser()
+    flags = parser.parse_args()
+    if flags.output.exists() and any(flags.output.iterdir()):
+        parser.error(f"{flags.output} holds an earlier model: choose another --output")
     # which TRL itself asks for
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-    args = lopti.parse_arguments(["--alpha", flags.alpha, "--eta", flags.eta])
-    policy, tokenizer = lopti.load_model(args.model, "cpu")
-    rows, _ = lopti.load_data(args, tokenizer)
+    settings = lopti.Settings(alpha=flags.alpha, eta=flags.eta)
+    policy, tokenizer = lopti.load_model(settings.model, "cpu")
+    rows, _ = lopti.load_data(settings, tokenizer)
     puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
-    settings = trl_settings(args, processes=int(os.environ.get("WORLD_SIZE", "1")))
-    optimizer_steps = settings["steps_per_generation"] * settings["num_iterations"]  # of a batch
-    settings |= {"max_steps": flags.steps * optimizer_steps, "logging_steps": optimizer_steps}
-    options = {"alpha": args.alpha, "eta": args.eta, "processing_class": tokenizer}
-    options["train_dataset"] = Dataset.from_list(puzzles)
-    options["optimizers"] = lopti.make_optimizer(policy, args), None  # which decays every weight
-    trainer = LoptiTrainer(policy, kk_reward, GRPOConfig(str(flags.output), **settings), **options)
+    options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
+    optimizer_steps = options["steps_per_generation"] * options["num_iterations"]  # of a batch
+    options["max_steps"] = flags.steps * optimizer_steps
+    options["logging_steps"] = optimizer_steps
+    trainer = LoptiTrainer(
+        policy,
+        kk_reward,
+        GRPOConfig(str(flags.output), **options),
+        alpha=settings.alpha,
+        eta=settings.eta,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(puzzles),
+        # TRL's own would leave norms and biases without decay
+        optimizers=(lopti.make_optimizer(policy, settings), None),
+    )
     trainer.train()
     trainer.save_model()
     if trainer.accelerator.is_main_process:
