@@ -698,12 +698,13 @@ def train(settings):
     torch.manual_seed(settings.seed)
     reference = make_reference(policy, settings)  # before a checkpoint is loaded
     optimizer = make_optimizer(policy, settings)
-    folder = run_folder(settings, policy)
+    folder = run_folder(settings)
     saved, log = load_checkpoint(folder, policy, optimizer)  # the last step, and all lines so far
     last = max(settings.steps, saved)
     batches = prompt_stream(train_rows, settings.prompts_per_step, settings.seed, skip=saved)
     tell_plan(settings, policy.device, folder, saved, last)
     try:
+        write_config(folder, settings, policy)
         if not log["evaluations"]:
             log_evaluation(folder, log, saved, policy, tokenizer, eval_rows, settings)
         progress = tqdm(range(saved + 1, last + 1), desc="training", disable=None)
@@ -995,19 +996,23 @@ def steps_without_advantages(lines):
     return sum(line["frac_reward_zero_std"] == 1 for line in lines)
 
 
-def run_folder(settings, policy):
-    """The folder of a run, with its settings in config.json; made unless it is resumed."""
+def run_folder(settings):
+    """The folder of a run; made unless it is resumed."""
     name = settings.name or settings.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
     folder = Path(settings.resume or Path(settings.output) / name).expanduser().resolve()
     with user_errors(f"cannot make {folder}: choose another --output or --name, or --resume it"):
         folder.mkdir(parents=True, exist_ok=bool(settings.resume))
+    return folder
+
+
+def write_config(folder, settings, policy):
+    """The settings of a run, for --resume; and whether its model can be saved, before training."""
     with user_errors("the model of this run could not be saved at its end"):
         for part in (policy.config, policy.generation_config):
             part.save_pretrained(folder / ".final.partial")  # what becomes final/
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     with replaced_at_once(folder / "config.json") as path:
         path.write_text(json.dumps(asdict(settings) | versions, indent=2, default=str))
-    return folder
 
 
 @contextmanager

@@ -23,8 +23,10 @@ import os
 import random
 import re
 import sys
+import traceback
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -45,6 +47,7 @@ FORMAT_REWARD, FORMAT_PENALTY = 1.0, -1.0
 ALL_CORRECT, SOME_WRONG, NOT_PARSABLE = 2.0, -1.5, -2.0
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so time is linear
+ONE_WORD = r"[^\W\d_][\w'-]{0,49}"  # a name in prose, where the word before it is none
 
 
 def kk_reward(completions, solution, **columns):
@@ -84,14 +87,23 @@ def read_roles(text, names=None):
     """Who is what, in lower case; None unless everybody (of `names`) has exactly one role.
 
     A text must name as many people as it has role words, counted as substrings. So an answer cannot
-    list both roles for a name, and a solution cannot lose a person.
+    list both roles for a name, and a solution cannot lose a person. Without `names` the text is a
+    solution: names of several words stand behind a number, and nothing but "and" between people.
     >>> read_roles("(1) Mary Ann is a knave (2) Ann is a knight")
     {'mary ann': 'knave', 'ann': 'knight'}
     """
     text = text.lower()
-    name = ANY_NAME if names is None else "|".join(map(re.escape, names))
-    roles = dict(re.findall(rf"\b(?:and\s+)?({name})\s+is\s+a\s+(knight|knave)\b", text))
-    complete = names is None or roles.keys() == names.keys()
+    if names is None:
+        name = rf"[0-9][.)]\s*{ANY_NAME}|{ONE_WORD}"
+    else:
+        name = rf"\b(?:{'|'.join(map(re.escape, names))})"
+    person = rf"({name})\s+is\s+a\s+(knight|knave)\b"
+    roles = {name.lstrip("0123456789.) \n\t"): role for name, role in re.findall(person, text)}
+    if names is None:
+        others = re.findall(r"[^\W\d_]+", re.sub(person, "", text))
+        complete = set(others) <= {"and"}
+    else:
+        complete = roles.keys() == names.keys()
     return roles if complete and len(roles) == len(re.findall("knight|knave", text)) else None
 
 
@@ -379,7 +391,7 @@ def number(text):
     return sign * (int(whole or 0) + fraction)
 
 
-# ---------------------- The two tasks: from a data file to rows, a prompt, responses and a reward
+# --------------------------------------------------------- The two tasks, and their prompts
 
 KK_SYSTEM_PROMPT = """You are a helpful assistant. You first think about the problem and then \
 answer it. Write your reasoning between <think> and </think>, and after it your final answer \
@@ -398,6 +410,7 @@ class Task:
     reward: object  # f(completions, solution, **columns) -> list of floats
     solved: float  # a response counts as right from this reward on
     difficulty: str  # what the tables are split by
+    form: str  # a prompt that never says this word does not ask for the form that is paid
     system: str = ""  # the system message
     request: str = ""  # what follows the question
     opening: str = ""  # what the assistant's turn begins with
@@ -407,49 +420,11 @@ class Task:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, {"role": "user", "content": question + self.request}]
 
-    def table_text(self, tables):
-        """Tables of `tally` {title: table} as text: a line for each measure and difficulty."""
-        first = next(iter(tables.values()))
-        lines = [("", self.difficulty, "prompts", *tables)]
-        for measure in [name for name in next(iter(first.values())) if name != "prompts"]:
-            for difficulty, row in first.items() if measure != "reward" else ():
-                cells = (table[difficulty][measure] for table in tables.values())
-                cells = ("{:.2f} [{:.2f}, {:.2f}]".format(*cell) for cell in cells)
-                lines.append((measure, difficulty, row["prompts"], *cells))
-            means = ([row[measure][0] for row in table.values()] for table in tables.values())
-            cells = (f"{numpy.mean(values):.2f}{'':13}" for values in means)
-            lines.append((measure, "mean", "", *cells))
-        columns = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
-        return "\n".join(columns.format(*line).rstrip() for line in lines)
-
 
 TASKS = {
-    "kk": Task(kk_reward, 3.0, "people", system=KK_SYSTEM_PROMPT, opening="<think>"),
-    "math": Task(math_reward, 1.0, "level", request=f"\n\n{MATH_REQUEST}"),
+    "kk": Task(kk_reward, 3.0, "people", "<answer>", system=KK_SYSTEM_PROMPT, opening="<think>"),
+    "math": Task(math_reward, 1.0, "level", "box", request=f"\n\n{MATH_REQUEST}"),
 }
-
-
-def question_and_solution(row):
-    """What a row asks, its solution, and whether what it asks is a whole prompt: by its columns."""
-    if row.get("reward_model"):  # verl: the prompt is chat messages
-        truth = row["reward_model"]["ground_truth"]
-        truth = truth["solution_text_format"] if isinstance(truth, dict) else truth
-        return row["prompt"], truth, True
-    if row.get("prompt") and to_text(row.get("solution")):  # TRL: chat messages, or text
-        return row["prompt"], row["solution"], True
-    if "quiz" in row:  # K-and-K/knights-and-knaves
-        return row["quiz"], row.get("solution_text_format"), False
-    if "problem" in row:  # DeepScaleR, MATH-500, and MATH, which has no answer but the box
-        answer = row.get("answer", extract_boxed(to_text(row.get("solution"))))
-        return row["problem"], answer, False
-    return row.get("question"), to_text(row.get("answer")).split("####")[-1], False  # GSM8K
-
-
-def to_text(value):
-    """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
-    if isinstance(value, float):
-        value = int(value) if value.is_integer() else value if math.isfinite(value) else None
-    return "" if value is None or isinstance(value, (list, dict, bytes)) else str(value)
 
 
 class UserError(Exception):
@@ -464,71 +439,132 @@ def user_errors(problem):
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise UserError(f"{problem} ({reason})") from error
+        raise UserError(f"{problem} ({short_text(error)})") from error
 
 
-def load_data(args, tokenizer):
+def short_text(error):
+    """What an exception says, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+# --------------------------------------------------- Training and evaluation rows of data files
+
+PART_LENGTH = 50  # characters; a shorter question inside another one is chance: "Solve for x"
+MAX_PAIRS = 25_000_000  # of questions to look for within each other: about six seconds
+
+
+def load_data(settings, tokenizer):
     """Training rows (none with --eval-only) and, of each difficulty, --eval-size evaluation rows.
 
-    Without --eval-data a tenth of --data, at most 500 rows, is held out, always the same ones. A
-    training row goes if its question contains an evaluation question or is part of one, also of one
-    beyond --eval-size.
+    Without --eval-data a tenth of --data, at most 500 rows, is held out, always the same ones. No
+    training row has the question of an evaluation row, also of one beyond --eval-size.
     """
-    if args.eval_only and args.data and not args.eval_data:
+    if settings.eval_only and settings.data and not settings.eval_data:
         raise UserError("--eval-only evaluates --eval-data: give that instead of --data")
-    if args.reward:
-        load_function(args.reward)  # a wrong name is told at once
+    if settings.reward:
+        load_function(settings.reward)  # a wrong name is told at once
     files = Path(__file__).resolve().parent / "data"
-    source = args.data or files / f"{args.task}_train.jsonl"
-    rows = [] if args.eval_only else load_rows(source, args, tokenizer)
-    if args.data and rows and not args.eval_data:
-        held_out = random.Random(0).sample(rows, min(500, math.ceil(len(rows) / 10)))
-    else:
-        held_out = load_rows(args.eval_data or files / f"{args.task}_test.jsonl", args, tokenizer)
-    keys = {row["key"] for row in held_out}
-    kept = [row for row in rows if not any(key in row["key"] or row["key"] in key for key in keys)]
+    rows = []
+    if not settings.eval_only:
+        source = settings.data or files / f"{settings.task}_train.jsonl"
+        rows = load_rows(source, settings, tokenizer)
+    generator = random.Random(0)  # which rows are evaluated on does not depend on --seed
+    if settings.eval_data:
+        held_out = load_rows(settings.eval_data, settings, tokenizer)
+        generator.shuffle(held_out)  # a sorted file begins with its easiest rows
+    elif settings.data:
+        held_out = generator.sample(rows, min(500, math.ceil(len(rows) / 10)))
+    else:  # our own, which stand in random order
+        held_out = load_rows(files / f"{settings.task}_test.jsonl", settings, tokenizer)
+    kept = without_questions_of(held_out, rows)
+    by_difficulty = {}
+    for row in held_out:
+        by_difficulty.setdefault(row["difficulty"], []).append(row)
     chosen = []
-    for level in sorted({row["difficulty"] for row in held_out}, key=lambda x: (len(x), x)):
-        chosen += [row for row in held_out if row["difficulty"] == level][: args.eval_size or None]
+    for difficulty in sorted(by_difficulty, key=lambda name: (len(name), name)):
+        chosen += by_difficulty[difficulty][: settings.eval_size or None]
     told = f"{len(kept)} training and {len(chosen)} of {len(held_out)} evaluation prompts"
-    if args.data and rows:
-        why = "also in --eval-data" if args.eval_data else "held out for evaluation"
-        told += f"; {len(rows) - len(kept)} of {len(rows)} rows are {why}"
+    missing = len(rows) - len(kept)
+    if settings.data and rows and settings.eval_data:
+        told += f"; {missing} of {len(rows)} rows are also in --eval-data"
+    elif settings.data and rows:
+        told += f"; {len(held_out)} of {len(rows)} rows are held out for evaluation"
+        told += f", {missing - len(held_out)} more have the same questions"
     if rows and not kept:
         raise UserError(f"nothing is left to train on: {told}")
     print(told)
     return kept, chosen
 
 
-def load_rows(source, args, tokenizer):
+def without_questions_of(held_out, rows):
+    """The rows whose question is none of the held-out ones, contains none and is part of none.
+
+    The shorter of the two must have PART_LENGTH characters to be a part.
+    """
+    questions = {row["key"] for row in held_out}
+    rows = [row for row in rows if row["key"] not in questions]
+    long = [question for question in questions if len(question) >= PART_LENGTH]
+    if len(rows) * len(long) > MAX_PAIRS:
+        print("too many rows to look for a question within another: only equal ones are left out")
+        return rows
+    kept = []
+    for row in rows:
+        question = row["key"]
+        contains = any(other in question for other in long)
+        is_part = len(question) >= PART_LENGTH and any(question in other for other in long)
+        if not contains and not is_part:
+            kept.append(row)
+    return kept
+
+
+def load_rows(source, settings, tokenizer):
     """The rows of a data file or hub data set that can be used; one line tells of the others."""
+    source = os.path.expanduser(source)
     with user_errors(f"cannot read {source}"):
-        table = read_table(str(source))
+        table = read_table(source)
     if not table:
         raise UserError(f"{source} is empty: it has no rows")
-    names = dict.fromkeys(itertools.chain(*(row for row in table if isinstance(row, dict))))
-    rows, left_out = [], {}  # left_out: reason → the numbers of its rows
+    names = {}  # of all columns, in their order
+    for columns in table:
+        if isinstance(columns, dict):
+            names |= dict.fromkeys(name for name in columns if name is not None)
+    rows = []
+    left_out = {}  # reason → the numbers of its rows
+    other_sizes = []
     for number, columns in enumerate(table, 1):
         try:
             with user_errors("that cannot be read"):  # whatever goes wrong with a row
-                row = make_row(columns, args, tokenizer)
-            row["columns"] = {name: columns.get(name) for name in names if name is not None}
-            if args.task == "math" or int(row["difficulty"]) in args.people:
-                rows.append(row)
+                row = make_row(columns, settings, tokenizer)
         except UserError as reason:
             left_out.setdefault(str(reason), []).append(str(number))
-    told = [f"{len(them)} {why} (row {', '.join(them[:9])})" for why, them in left_out.items()]
-    if args.task == "math" and not args.reward:
-        texts = sum(is_compared_as_text(row["solution"]) for row in rows)
-        told += [f"{texts} compared as text (see math-verify in data/GUIDE.md)"] * bool(texts)
-    found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(told)}"
+            continue
+        if row is None:
+            other_sizes.append(str(number))
+        else:
+            row["columns"] = {name: columns.get(name) for name in names}
+            rows.append(row)
+    if not rows and other_sizes:  # else nobody needs to hear of them
+        left_out["of another size than --people"] = other_sizes
+    reasons = [f"{len(them)} {why} (row {', '.join(them[:9])})" for why, them in left_out.items()]
+    found = f"{len(table)} rows, {sum(map(len, left_out.values()))} left out: {', '.join(reasons)}"
     if not rows:
-        found += f" (columns: {', '.join(map(str, names))}; --task {args.task}"
-        found += f" --people {' '.join(map(str, args.people))})" if args.task == "kk" else ")"
-        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {found}")
-    if told:
-        print(f"{Path(source).name}: {found}")
+        columns = f"columns: {', '.join(names)}; --task {settings.task}"
+        if settings.task == "kk":
+            columns += f" --people {' '.join(map(str, settings.people))}"
+        raise UserError(f"no prompts are left of {source}, see data/GUIDE.md: {found} ({columns})")
+    name = Path(source).name
+    if left_out:
+        print(f"{name}: {found}")
+    if not settings.reward:
+        form = TASKS[settings.task].form
+        other_form = sum(not row["asks_for_form"] for row in rows)
+        if other_form:
+            told = f"{other_form} prompts do not ask for a {form}"
+            print(f"{name}: {told}: answers without one count as wrong")
+    if settings.task == "math" and not settings.reward:
+        texts = sum(is_compared_as_text(row["solution"]) for row in rows)
+        if texts:
+            print(f"{name}: {texts} compared as text (see math-verify in data/GUIDE.md)")
     return rows
 
 
@@ -541,18 +577,24 @@ def prompt_stream(rows, size, seed, skip=0):
         yield list(itertools.islice(stream, size))
 
 
+# -------------------------------------------------------------------------------- Reading files
+
+
 def read_table(source):
-    """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split."""
+    """The rows of a jsonl, json, csv or parquet file or a hub data set name:configuration:split.
+
+    JSON and csv are read without `datasets`, which would make dates of texts, cut numbers of twenty
+    digits, and read 007 as 7 and NA as nothing.
+    """
     kind = Path(source).suffix.lower()
-    if kind in (".json", ".jsonl"):  # utf-8-sig: Excel and PowerShell mark a file's beginning
-        text = Path(source).read_text(encoding="utf-8-sig")
-        if kind == ".jsonl":  # each line becomes a list, so that an error has the line's number
-            text = "[" + text.replace("\n", "],\n[") + "]"
-        return list(itertools.chain(*json.loads(f"[{text}]")))
+    if kind in (".json", ".jsonl"):
+        text = Path(source).read_text(encoding="utf-8-sig")  # Excel marks a file's beginning
+        return list(json.loads(text)) if kind == ".json" else read_lines(text)
     if kind == ".csv":
         with open(source, newline="", encoding="utf-8-sig") as stream:
             table = csv.DictReader(stream)
-            if len(set(table.fieldnames or ())) < len(table.fieldnames or ()):
+            names = table.fieldnames or []
+            if len(set(names)) < len(names):
                 raise UserError(f"{source} has two columns of one name: give them different ones")
             return list(table)
     if kind != ".parquet" and Path(source).is_file():
@@ -560,98 +602,208 @@ def read_table(source):
     import datasets  # here, because it takes a second to import
     import pyarrow.parquet
 
-    if kind == ".parquet":
+    datasets.disable_progress_bars()
+    if kind == ".parquet":  # read anew each time: load_dataset would keep a copy on the disk
         data = datasets.Dataset(pyarrow.parquet.read_table(source))
+    elif Path(source).exists():  # a folder, whatever stands in its name
+        data = datasets.load_dataset(source, split="train")
     else:
-        name, configuration, split = (source.split(":") + ["", ""])[:3]
-        data = datasets.load_dataset(name, configuration or None, split=split or "train")
-
-    def as_meant(value, kind):
-        """A class by its name; float32 .3 without the digits that it gets as float64."""
-        if isinstance(value, int) and isinstance(kind, datasets.ClassLabel):
-            return kind.int2str(value)
-        short = isinstance(value, float) and kind.dtype == "float32"
-        return float(str(numpy.float32(value))) if short else value
-
-    kinds = data.features
-    return [{name: as_meant(row[name], kinds[name]) for name in row} for row in data.to_list()]
+        drive, path = os.path.splitdrive(source)  # C: of Windows
+        name, configuration, split = (path.split(":") + ["", ""])[:3]
+        data = datasets.load_dataset(drive + name, configuration or None, split=split or "train")
+    return [as_written(row, data.features) for row in data.to_list()]
 
 
-UNUSABLE = (  # solutions of mathematics, and why
-    (r"\A(?i:proof|not ?found|n/a|nan|null|None)\.?\Z", "whose solution says that there is none"),
-    (r"(?s)\A\[\s*(['\"]).*\1\s*\]\Z", "whose solution is a list"),
-    (r"(?:(?!per\b)[A-Za-z]{2,}[^A-Za-z\\]+){4}[A-Za-z]{2}", "whose solution is a sentence"),
-    (r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)", "with LaTeX that JSON has cut"),
-)
+def read_lines(text):
+    """The values of jsonl, one a line."""
+    values = []
+    for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a text may have U+2028
+        if line.strip():
+            try:
+                values.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+    return values
 
 
-def make_row(columns, args, tokenizer):
+def as_written(value, kind):
+    """A value of a data set, at every depth: a class by its name, and float32 .3 without the digits
+    that it gets as a float of Python."""
+    if isinstance(value, dict) and isinstance(kind, dict):
+        return {name: as_written(part, kind[name]) for name, part in value.items()}
+    if isinstance(value, list) and hasattr(kind, "feature"):
+        return [as_written(part, kind.feature) for part in value]
+    if isinstance(value, int) and hasattr(kind, "int2str"):
+        return kind.int2str(value)
+    if isinstance(value, float) and getattr(kind, "dtype", "") in ("float32", "float16"):
+        return float(str(numpy.dtype(kind.dtype).type(value)))
+    return value
+
+
+# --------------------------------------------------------- From the columns of a row to a prompt
+
+
+def make_row(columns, settings, tokenizer):
     """The columns of a data set → prompt, solution, difficulty, and the question twice: as it was
-    `asked`, and as a `key` by which questions are compared. UserError: why a row cannot be used."""
+    `asked`, and as a `key` by which questions are compared.
+
+    None for a puzzle of another size than --people. UserError: why a row cannot be used.
+    """
     if not isinstance(columns, dict):
         raise UserError("without columns")
     if any(columns.get(None, ())):  # where csv puts them
         raise UserError("with more cells than columns")
-    question, solution, is_whole = question_and_solution(columns)
+    task = TASKS[settings.task]
+    question, solution, is_whole = question_and_solution(columns, settings)
     question = question or ""
-    solution = to_text(solution).strip(" ")
-    task = TASKS[args.task]
-    prompt = question
-    opening = ""
-    if not is_whole:
-        prompt, opening = task.messages(question), task.opening
-        if args.reward and question == columns.get("question"):  # no words of ours
-            prompt = [{"role": "user", "content": question}]
-            opening = ""
+    is_for_own_reward = settings.reward and isinstance(solution, (dict, list))
+    if not is_for_own_reward:
+        solution = to_text(solution).strip(" ")
+    if not question or not solution:
+        raise UserError("without a prompt or a (boxed) solution")
+    if settings.task == "kk":
+        people = len(read_roles(to_text(solution)) or ())
+        if not people:
+            raise UserError("whose solution --task kk cannot read (not puzzles? --task math)")
+        if people not in settings.people:
+            return None
+        difficulty = str(people)
+    else:
+        difficulty = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
+        if not settings.reward:
+            solution = math_solution(solution)
+    prompt = question if is_whole else task.messages(question)
+    opening = "" if is_whole else task.opening
     if not isinstance(question, str):
         question = " ".join(turn["content"] for turn in question if turn["role"] != "system")
-    asked = " ".join(question.split())
+    check_question(question, solution, columns)
     prompt = render_prompt(tokenizer, prompt, opening)
-    if not asked or not solution.strip():
-        raise UserError("without a prompt or a (boxed) solution")
-    choices = columns.get("choices") or columns.get("options") or ()
-    choices = [choices] if isinstance(choices, str) else choices
-    if not all(str(choice) in question for choice in choices):
-        raise UserError("with choices that its question does not show")
-    if re.search(r"[\b\f](?=[a-z])", prompt):
-        raise UserError(UNUSABLE[-1][1])
-    for pattern, reason in UNUSABLE if args.task == "math" and not args.reward else ():
-        if re.search(pattern, solution):
-            raise UserError(reason)
-    # A solution, as the answer in the form of either task, must earn the full reward.
-    response = rf"</think><answer>{solution}</answer>\boxed{{{solution}}}"
-    people = len(read_roles(solution) or ())
-    unknown = args.task == "kk" and not people
-    if unknown or not args.reward and task.reward([response], [solution]) != [task.solved]:
-        raise UserError(f"whose solution --task {args.task} cannot read")
-    if len(tokenizer(prompt, add_special_tokens=False).input_ids) > args.max_prompt_length:
-        raise UserError(f"longer than --max-prompt-length {args.max_prompt_length}")
-    level = to_text(columns.get("level")).strip().removesuffix(".0") or "all"
+    if len(tokenizer(prompt, add_special_tokens=False).input_ids) > settings.max_prompt_length:
+        raise UserError(f"longer than --max-prompt-length {settings.max_prompt_length}")
+    asked = " ".join(question.split())
     return {
         "asked": asked,
         "key": asked.casefold(),
         "prompt": prompt,
         "solution": solution,
-        "difficulty": str(people) if args.task == "kk" else level,
+        "difficulty": difficulty,
+        "asks_for_form": not is_whole or task.form in prompt.lower(),
     }
 
 
-# Where one of these stands in a message, a chat template has been applied already.
-CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|assistant|>")
+def question_and_solution(row, settings):
+    """What a row asks, its solution, and whether what it asks is a whole prompt: by its columns."""
+    if row.get("reward_model"):  # verl: the prompt is chat messages
+        truth = row["reward_model"]["ground_truth"]
+        if isinstance(truth, dict):  # of puzzles the text; others are for a reward of one's own
+            truth = truth.get("solution_text_format", truth)
+        return row["prompt"], truth, True
+    if row.get("prompt") and to_text(row.get("solution")):  # TRL: chat messages, or text
+        return row["prompt"], row["solution"], True
+    if "quiz" in row:  # K-and-K/knights-and-knaves
+        return row["quiz"], row.get("solution_text_format"), False
+    if "problem" in row and "answer" in row:  # DeepScaleR, MATH-500
+        return row["problem"], row["answer"], False
+    if "problem" in row:  # MATH, which has no answer but the box
+        return row["problem"], boxed_answer(to_text(row.get("solution"))), False
+    if "question" not in row or "answer" not in row:
+        raise UserError(f"with columns that are not known ({', '.join(map(str, row))})")
+    answer = to_text(row["answer"]).split("####")[-1]  # GSM8K
+    if settings.reward:  # no words of ours
+        return [{"role": "user", "content": row["question"]}], answer, True
+    return row["question"], answer, False
 
 
-def render_prompt(tokenizer, messages, opening=""):
+def to_text(value):
+    """As text; "" for null, NaN, infinity, lists. 1e20 in digits: only a copy would match 1e+20."""
+    if isinstance(value, float) and math.isfinite(value):
+        return str(int(value) if value.is_integer() else value)
+    if value is None or isinstance(value, (float, list, dict, bytes)):
+        return ""
+    return str(value)
+
+
+def boxed_answer(solution):
+    """What stands in the box of a whole solution; "" if it has none."""
+    if len(re.findall(r"\\(?:boxed|fbox)", solution)) > 1:
+        raise UserError("with several boxes in its solution")
+    return extract_boxed(solution) or ""
+
+
+NO_SOLUTION = r"(?i)(proof|not ?found|n/a|nan|null|none|unknown|see solution)\.?"
+CUT_LATEX = r"[\0-\b\v\f]|[\t\r](?=[a-z])|\n(?=eq?\b|u\b|ot)"  # JSON makes one sign of \t and a tab
+
+
+def math_solution(solution):
+    """The answer that `math_reward` compares; UserError where no response could be paid for it."""
+    if re.search(CUT_LATEX, solution):
+        raise UserError("with LaTeX that JSON has cut")
+    solution = boxed_answer(solution) or solution
+    if not re.search(r"[\w\\∞∅]", solution) or re.fullmatch(NO_SOLUTION, solution):
+        raise UserError("whose solution says that there is none")
+    if re.match(r"""[\[{]+\s*['"]""", solution):
+        raise UserError("whose solution is a list or other JSON")
+    words = [word.strip(".,;:!?") for word in solution.split() if word != "per"]
+    if sum(word.isalpha() and len(word) > 1 for word in words) >= 5:
+        raise UserError("whose solution is a sentence")
+    if re.fullmatch(r"\d+-[A-Z][a-z]{2}|[A-Z][a-z]{2}-\d+", solution):  # 4-Mar
+        raise UserError("of whose solution a spreadsheet has made a date")
+    alternatives = solution.replace(r"\text{ or }", " or ").split(" or ")
+    if len(alternatives) == 2 and answers_match(*(text.strip("$ ") for text in alternatives)):
+        raise UserError("with two spellings of one answer")
+    if re.fullmatch(r"-?[0-9.]+E[+-][0-9]{2}", solution):  # a spreadsheet writes 1E+06
+        solution = f"{Decimal(solution):f}"
+    if math_reward([rf"\boxed{{{solution}}}"], [solution]) != [1.0]:  # braces that do not close
+        raise UserError("whose solution --task math cannot read")
+    return solution
+
+
+def check_question(question, solution, columns):
+    """UserError where a question cannot be answered as it stands."""
+    if not question.strip():
+        raise UserError("without a prompt or a (boxed) solution")
+    if question.lstrip().startswith("[{"):
+        raise UserError("whose chat is written as text")
+    if re.search(r"[\b\f](?=[a-z])", question):
+        raise UserError("with LaTeX that JSON has cut")
+    if columns.get("images") or columns.get("image"):
+        raise UserError("with a picture, which the model does not see")
+    choices = columns.get("choices") or columns.get("options")
+    if choices:
+        if not isinstance(choices, list) or not all(str(choice) in question for choice in choices):
+            raise UserError("with choices that its question does not show, or that are no list")
+        if str(solution).isdigit() and int(solution) <= len(choices):
+            raise UserError("whose solution may be the number of a choice")
+
+
+def render_prompt(tokenizer, prompt, opening=""):
     """The text that the model continues: chat messages up to its own turn, or plain text."""
-    is_text = isinstance(messages, str)
-    text = messages if is_text else "\n\n".join(message["content"] for message in messages)
-    is_whole = is_text or len(messages) == 1 and any(mark in text for mark in CHAT_MARKS)
-    if tokenizer.chat_template and not is_whole:
-        return render_chat(tokenizer, messages, opening)
-    if not is_whole:  # a base model: the words without a chat
-        text += f"\n\n{opening}"
+    is_chat = isinstance(prompt, list)
+    if is_chat and len(prompt) == 1 and is_rendered(tokenizer, prompt[0]["content"]):
+        prompt = prompt[0]["content"]
+    elif is_chat and tokenizer.chat_template:
+        return render_chat(tokenizer, prompt, opening)
+    elif is_chat:  # a base model: the words without a chat
+        prompt = "\n\n".join([*(message["content"] for message in prompt), opening])
     if tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]:  # as for Llama and Gemma
-        text = tokenizer.bos_token + text.removeprefix(tokenizer.bos_token)
-    return text
+        prompt = tokenizer.bos_token + prompt.removeprefix(tokenizer.bos_token)
+    return prompt
+
+
+def is_rendered(tokenizer, text):
+    """Whether the chat template has been applied to a text: it has what the template writes behind
+    a question, up to the next space, such as <|im_end|>."""
+    if not tokenizer.chat_template:
+        return False
+    with suppress(TemplateError):
+        rendered = apply_template(tokenizer, [{"role": "user", "content": "Q?"}])
+        _, found, behind = rendered.rpartition("Q?")
+        return bool(found) and any(mark in text for mark in behind.split()[:1])
+    return False
+
+
+def apply_template(tokenizer, messages):
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def render_chat(tokenizer, messages, opening):
@@ -666,31 +818,76 @@ def render_chat(tokenizer, messages, opening):
         forms.append([{**user, "content": content}, *others])
     for form in forms:
         with suppress(TemplateError):
-            text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=True)
+            text = apply_template(tokenizer, form)
             asked = [turn["content"].split() for turn in form if turn["role"] != "assistant"]
             if all(" ".join(words) in " ".join(text.split()) for words in asked):
                 return text if text.rstrip().endswith(opening) else text + opening
     raise UserError("whose question the chat template of --model refuses or leaves out")
 
 
-def compute_rewards(texts, rows, args):
+# ---------------------------------------------------------------- The reward of a step's responses
+
+
+def compute_rewards(texts, rows, settings):
     """The reward R of each response: the task's, or that of --reward MODULE:FUNCTION.
 
     It has TRL's signature, f(completions, solution, **columns) -> list of numbers. It gets strings,
     for chats as well, and copies of all columns of the data as lists with one entry a response.
     None, by which a reward is left out in TRL, is refused.
     """
-    function = load_function(args.reward) if args.reward else TASKS[args.task].reward
-    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+    name = settings.reward or settings.task
+    function = load_function(settings.reward) if settings.reward else TASKS[settings.task].reward
+    columns = {column: [row["columns"][column] for row in rows] for column in rows[0]["columns"]}
     columns["completions"] = list(texts)
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]
-    with user_errors(f"the reward {args.reward or args.task} failed"):
-        rewards = function(**copy.deepcopy(columns))
-        numbers = [float(reward) for reward in rewards]
-    if isinstance(rewards, dict) or len(numbers) != len(texts) or not numpy.isfinite(numbers).all():
-        raise UserError(f"{args.reward} must return a list: one finite number for each response")
+    columns = copy.deepcopy(columns)
+    try:
+        with process_as_before():
+            rewards = function(**columns)
+            numbers = [float(reward) for reward in rewards]
+    except (Exception, SystemExit) as error:
+        reason = f"{short_text(error)}{own_line(error)}"
+        where = "; what a reward gets and returns: data/GUIDE.md, Your own reward"
+        raise UserError(f"the reward {name} failed ({reason}){where}") from error
+    is_list = not isinstance(rewards, dict) and len(numbers) == len(texts)
+    if not is_list or not all(map(math.isfinite, numbers)):
+        raise UserError(f"{name} must return a list: one finite number for each response")
     return numbers
+
+
+def own_line(error):
+    """The last line of the reward's own file that an exception has passed, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the reward
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
+
+
+@contextmanager
+def process_as_before():
+    """What a reward changes in the process is changed back.
+
+    A seed in it would draw the same answers in every step; running code changes the folder; a
+    reward model may leave another default dtype or device, or inference mode.
+    """
+    import torch  # here, so that TRL's users get the rewards without waiting
+
+    folder = os.getcwd()
+    python_state = random.getstate()
+    numpy_state = numpy.random.get_state()
+    dtype = torch.get_default_dtype()
+    device = torch.get_default_device()
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.inference_mode(False), torch.random.fork_rng(gpus):
+            yield
+    finally:
+        os.chdir(folder)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
 
 
 @functools.cache
@@ -709,47 +906,3 @@ def load_function(place):
         if not callable(function):
             raise TypeError(f"{name} must be callable")
         return function
-
-
-# ------------------------------------------------- From the rewards of held-out rows to an accuracy
-
-
-def tally(rows, answers, solved_reward):
-    """Greedy accuracy, avg@k and pass@k per difficulty, each (mean, low, high); and mean reward.
-
-    `answers` has (response, reward) pairs for each row, the greedy one first, then k samples.
-    Returns {difficulty: {"prompts": n, "greedy": ..., "avg@k": ..., "pass@k": ..., "reward": ...}}.
-
-    >>> table = tally([{"difficulty": "2"}], [[("a", 3.0), ("b", 3.0), ("c", -1.0)]], 3.0)
-    >>> table["2"]["avg@2"][0], table["2"]["reward"]
-    (0.5, (1.0,))
-    """
-    table = {}
-    for difficulty in dict.fromkeys(row["difficulty"] for row in rows):
-        group = [each for row, each in zip(rows, answers) if row["difficulty"] == difficulty]
-        rewards = numpy.array([[reward for _, reward in each] for each in group])
-        right = rewards >= solved_reward  # (prompts, 1 + k)
-        k = len(group[0]) - 1
-        table[difficulty] = {"prompts": len(group), "greedy": wilson_interval(right[:, 0])}
-        if k:
-            table[difficulty][f"avg@{k}"] = wilson_interval(right[:, 1:].mean(1))
-            table[difficulty][f"pass@{k}"] = wilson_interval(right[:, 1:].any(1))
-        sampled = rewards[:, 1:] if k else rewards
-        table[difficulty]["reward"] = (float(sampled.mean()),)
-    return table
-
-
-def wilson_interval(values):
-    """The mean of values between 0 and 1, and its 95 % interval (Wilson's score interval).
-
-    Where they are not just 0 or 1, as for avg@k, it is rather too wide.
-
-    >>> [round(number, 3) for number in wilson_interval([0, 1] * 50)]
-    [0.5, 0.404, 0.596]
-    """
-    z = 1.959964
-    count = len(values)
-    mean = float(numpy.mean(values))
-    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
-    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count**2))
-    return mean, max(0.0, centre - half), min(1.0, centre + half)

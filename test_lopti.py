@@ -3,10 +3,11 @@
     python -m pytest -q                  # the quick tests
     LOPTI_ALL=1 python -m pytest -q      # all: also killed processes and the notebook
 
-First come the paper's equations with numbers done by hand, for a port to copy.
+First come the paper's equations with numbers done by hand, for a port to copy, and the golden
+numbers. Then the parts of lopti.py in their order, a training against a plain loop, and the
+program as its users meet it: the command line, runs that are stopped and go on, errors.
 """
 
-import argparse
 import copy
 import doctest
 import functools
@@ -18,14 +19,15 @@ import multiprocessing
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,17 +38,13 @@ import lopti  # isort: skip, because it says how the threads of torch wait
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import rewards
 
 ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "data" / "tiny"
-sys.path[:0] = [str(ROOT / "data" / folder) for folder in ("make", "lab")]
+sys.path.insert(0, str(ROOT / "data"))
 
 import golden
-import theory
 
 slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
@@ -62,62 +60,90 @@ def test_eq_1_group_advantages():
 
 
 def test_eq_1_loss_and_clip():
-    """Clipped at 1.24, at 0.8, by the dual clip at 10, and not: the fifth token is a prompt's."""
-    ratio = torch.tensor([[1.5, 0.5, 20.0, 0.5, 7.0]])
-    advantages, mask = torch.tensor([[1.0, -1, -1, 1, 1]]), torch.tensor([[True] * 4 + [False]])
-    loss, statistics = lopti.policy_loss(ratio.log(), torch.zeros(1, 5), advantages, mask)
+    """Clipped at 1.24, at 0.8, by the dual clip at 10, and not clipped. N = 4."""
+    ratio = torch.tensor([1.5, 0.5, 20.0, 0.5])
+    advantages = torch.tensor([1.0, -1.0, -1.0, 1.0])
+    loss, statistics = lopti.policy_loss(ratio.log(), torch.zeros(4), advantages, normalizer=4)
     assert float(loss) == pytest.approx((-1.24 + 0.8 + 10 - 0.5) / 4)
-    assert [statistics[f"clip_ratio/{name}_mean"] for name in ("high", "low", "dual")] == [0.25] * 3
+    assert statistics["clip_ratio/high_mean"] == 0.25
+    assert statistics["clip_ratio/low_mean"] == 0.25
+    assert statistics["clip_ratio/dual_mean"] == 0.25
 
 
 def test_eq_1_kl():
     """k3 with π_ref/π = 1/2 and 2: 1/2 - 1 - log 1/2 and 2 - 1 - log 2, times β = 0.1."""
-    logprobs, ref = torch.tensor([[0.5, 0.4]]).log(), torch.tensor([[0.25, 0.8]]).log()
-    rest = {"advantages": torch.zeros(1, 2), "mask": torch.tensor([[True, True]])}
-    loss, _ = lopti.policy_loss(logprobs, logprobs, **rest, ref_logprobs=ref, kl_coef=0.1)
+    logprobs = torch.tensor([0.5, 0.4]).log()
+    ref_logprobs = torch.tensor([0.25, 0.8]).log()
+    loss, _ = lopti.policy_loss(
+        logprobs, logprobs, torch.zeros(2), 2, ref_logprobs=ref_logprobs, kl_coef=0.1
+    )
     assert float(loss) == pytest.approx(0.1 * (0.1931472 + 0.3068528) / 2)
 
 
 def test_eq_2_gradient():
     """By log π, times -N: r·Â + β·(π_ref/π - 1); at r = 1.3 the clip leaves the KL alone."""
-    old, ref = torch.tensor([[0.5, 0.5, 0.5]]).log(), torch.tensor([[0.25, 0.5, 1.3]]).log()
-    logprobs = torch.tensor([[0.5, 0.6, 0.65]]).log().requires_grad_()
-    advantages, mask = torch.full((1, 3), 2.0), torch.tensor([[True] * 3])
-    lopti.policy_loss(logprobs, old, advantages, mask, ref_logprobs=ref, kl_coef=0.1)[0].backward()
-    assert (-3 * logprobs.grad[0]).tolist() == pytest.approx([2 - 0.05, 2.4 - 0.1 / 6, 0.1])
+    old_logprobs = torch.tensor([0.5, 0.5, 0.5]).log()
+    ref_logprobs = torch.tensor([0.25, 0.5, 1.3]).log()
+    logprobs = torch.tensor([0.5, 0.6, 0.65]).log().requires_grad_()
+    advantages = torch.tensor([2.0, 2.0, 2.0])
+    loss, _ = lopti.policy_loss(
+        logprobs, old_logprobs, advantages, 3, ref_logprobs=ref_logprobs, kl_coef=0.1
+    )
+    loss.backward()
+    assert (-3 * logprobs.grad).tolist() == pytest.approx([2 - 0.05, 2.4 - 0.1 / 6, 0.1])
 
 
 def test_eq_4_reweighting():
     """α·π + 1 - α with α = 0.3, for both signs."""
-    old, advantages = torch.tensor([[0.01, 0.5, 1.0]]).log(), torch.tensor([[1.0, -2.0, 1.0]])
-    reweighted = lopti.reweight_advantages(advantages, old, alpha=0.3)
+    old_logprobs = torch.tensor([[0.01, 0.5, 1.0]]).log()
+    advantages = torch.tensor([[1.0, -2.0, 1.0]])
+    reweighted = lopti.reweight_advantages(advantages, old_logprobs, alpha=0.3)
     assert reweighted[0].tolist() == pytest.approx([0.703, -1.7, 1.0])
 
 
 def test_prop_4_2_unlikely_tokens_have_the_larger_gradient_at_the_logits():
     """π = (1/2, 1/4, 1/4): e_1 - π and e_2 - π, between √(3/2)·(1-π) and √2·(1-π)."""
-    logits = torch.tensor([[0.5, 0.25, 0.25]] * 2).log().requires_grad_()
-    ids, tokens = torch.tensor([[0, 1]]), torch.tensor([[True] * 2])
-    lopti.token_logprobs(logits, ids, tokens).sum().backward()
+    logits = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]]).log().requires_grad_()
+    lopti.token_logprobs(logits, torch.tensor([0, 1])).sum().backward()
     assert logits.grad.tolist() == [[0.5, -0.25, -0.25], [-0.5, 0.75, -0.25]]
-    norms, room = logits.grad.norm(dim=1), torch.tensor([0.5, 0.75])
-    assert (1.5**0.5 * room <= norms + 1e-6).all() and (norms <= 2**0.5 * room).all()
+    room = torch.tensor([0.5, 0.75])  # 1 - π
+    norms = logits.grad.norm(dim=1)
+    assert (norms + 1e-6 >= 1.5**0.5 * room).all()
+    assert (norms <= 2**0.5 * room).all()
 
 
-def test_lopti_two_stages_low_probability_tokens_first():
-    """π < η = 0.5 in the one, π ≥ η in the other, and what is no response in none."""
-    old, mask = torch.tensor([[0.1, 0.5, 0.9, 0.1]]).log(), torch.tensor([[True] * 3 + [False]])
-    low, high = lopti.split_tokens(old, mask, eta=0.5)
+def test_lopti_splits_at_eta():
+    """π < η = 0.5 in the one group, π ≥ η in the other, and what is no response in none."""
+    old_logprobs = torch.tensor([[0.1, 0.5, 0.9, 0.1]]).log()
+    mask = torch.tensor([[True, True, True, False]])
+    low, high = lopti.split_tokens(old_logprobs, mask, eta=0.5)
     assert low[0].tolist() == [True, False, False, False]
     assert high[0].tolist() == [False, True, True, False]
 
 
-def test_lopti_two_stages_share_one_normaliser():
-    """One of three response tokens is low: its stage's loss is -1/3, not -1."""
-    old, mask = torch.zeros(1, 3), torch.ones(1, 3).bool()
-    low = torch.tensor([[True, False, False]])
-    losses = [lopti.policy_loss(old, old, mask * 1.0, mask, tokens=x)[0] for x in (low, ~low)]
-    assert list(map(float, losses)) == pytest.approx([-1 / 3, -2 / 3])
+def test_lopti_updates_the_unlikely_tokens_first():
+    """As README's box and all other orders say; twice with two passes."""
+    assert lopti.Settings().pass_names() == ["all"]
+    assert lopti.Settings(eta=0.5).pass_names() == ["low", "high"]
+    assert lopti.Settings(eta=0.5, passes=2).pass_names() == ["low", "high", "low", "high"]
+    assert lopti.Settings(eta=0.5, order="high-low").pass_names() == ["high", "low"]
+    assert lopti.Settings(eta=0.5, order="high").pass_names() == ["high"]
+    blocks = (ROOT / "README.md").read_text(encoding="utf-8").split("```")
+    (box,) = [block for block in blocks if "training_step()" in block]
+    assert box.index("π < η") < box.index("π ≥ η")
+
+
+def test_lopti_both_passes_divide_by_all_response_tokens():
+    """One of three response tokens is low: its pass has the loss -1/3, not -1."""
+    settings = lopti.Settings(eta=0.5, kl_coef=0.0)
+    model = random_model()
+    rollout = packed([[5]], [[6, 7, 8]])
+    rollout.old_logprobs, _ = lopti.score(model, rollout, settings)
+    rollout.advantages = torch.ones(1, 3 + 1) * rollout.mask
+    low = torch.tensor([[False, True, False, False]])
+    for tokens, loss in ((low, -1 / 3), (rollout.mask & ~low, -2 / 3)):
+        totals = lopti.update(model, no_optimizer(), rollout, tokens, settings)
+        assert totals["policy_loss"] == pytest.approx(loss)
 
 
 # ------------------------------------------------------------------------------ helpers
@@ -132,10 +158,9 @@ def write_jsonl(path, rows):
     return str(path)
 
 
-def arguments(flags="", **changes):
-    args = lopti.parse_arguments(flags.split())
-    vars(args).update(changes)
-    return args
+def settings_of(flags="", **changes):
+    """The settings of a command line, some of them changed."""
+    return replace(lopti.parse_arguments(flags.split()), **changes)
 
 
 def spy(monkeypatch, place, name, look):
@@ -150,12 +175,8 @@ def spy(monkeypatch, place, name, look):
     monkeypatch.setattr(place, name, looked_at)
 
 
-LILY = "(1) Lily is a knave"
-KK_TRUTH = {"solution_text_format": LILY}
-
-
 def data_row(prompt, solution=""):
-    """A row as `lopti.load_data` makes them."""
+    """A row as `load_data` makes them."""
     row = {"asked": prompt, "key": prompt, "prompt": prompt, "solution": solution}
     return {**row, "difficulty": "2", "columns": {}}
 
@@ -164,14 +185,25 @@ def random_model(family="Llama", **changes):
     """A small model over the bundled vocabulary; large random weights: π is far from uniform."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(TOKENIZER)}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(TOKENIZER)}
     ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **heads, **ids, **changes})
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **ids, **changes})
     model = AutoModelForCausalLM.from_config(config)
+    model.generation_config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
     for parameter in model.parameters():
         if parameter.dim() == 2:
             parameter.data.mul_(6)
     return model.eval()
+
+
+def save_both(model, tokenizer, folder):
+    for part in (model, tokenizer):
+        part.save_pretrained(folder)
+
+
+def no_optimizer():
+    """An optimizer that leaves all weights as they are."""
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
 
 
 def packed(prompts, responses):
@@ -183,12 +215,15 @@ def packed(prompts, responses):
 def random_rollout(model, seed=0):
     """12 random rows of random lengths."""
     rng = random.Random(seed)
-
-    def rows(low, high):
-        lengths = [high, *(rng.randint(low, high) for _ in range(11))]
-        return [rng.choices(range(5, model.config.vocab_size), k=length) for length in lengths]
-
-    return packed(rows(2, 7), rows(1, 9)[::-1])
+    vocabulary = range(5, model.config.vocab_size)
+    prompts = []
+    responses = []
+    for row in range(12):
+        prompt_length = 7 if row == 0 else rng.randint(2, 7)
+        response_length = 9 if row == 11 else rng.randint(1, 9)
+        prompts.append(rng.choices(vocabulary, k=prompt_length))
+        responses.append(rng.choices(vocabulary, k=response_length))
+    return packed(prompts, responses)
 
 
 def weights(model):
@@ -207,45 +242,67 @@ def close(values, expected):
     return torch.allclose(values, tensor_of(expected), atol=1e-9, rtol=0)
 
 
+def joined(rows):
+    """Rows of several lengths → one list."""
+    return list(itertools.chain.from_iterable(rows))
+
+
 # ------------------------------------------------------------------------ golden numbers
 
 GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("case", GOLDEN["cases"])
+def name_of(case):
+    return case.get("name")
+
+
+def mask_of(case, width):
+    """True on response tokens: (B, width)."""
+    return torch.arange(width) < torch.tensor(case["lengths"])[:, None]
+
+
+@pytest.mark.parametrize("case", GOLDEN["cases"], ids=name_of)
 def test_golden_numbers(case):
-    """Advantages, split, loss and gradient of all tokens and of both stages, to 1e-9."""
-    old, new, ref = (tensor_of(case[f"{name}_logprobs"]) for name in ("old", "new", "ref"))
-    mask = torch.arange(old.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
-    if case.get("algorithm") == "reinforce++":
-        advantages = lopti.reinforce_pp_advantages(tensor_of(case["rewards"]), mask)
-        assert close(advantages, case["advantages"])
-    else:
-        advantages = lopti.group_advantages(tensor_of(case["rewards"]), case["group_size"])
-        expected = [row[0] if isinstance(row, list) else row for row in case["advantages"]]
-        assert close(advantages, expected)
-        advantages = advantages[:, None] * mask
-    advantages = lopti.reweight_advantages(advantages, old, case["alpha"])
+    """Advantages, split, loss and gradient of all tokens and of both passes, to 1e-9."""
+    old = tensor_of(case["old_logprobs"])
+    new = tensor_of(case["new_logprobs"])
+    ref = tensor_of(case["ref_logprobs"])
+    mask = mask_of(case, old.shape[1])
+    advantages = lopti.group_advantages(tensor_of(case["rewards"]), case["group_size"])
+    assert close(advantages, case["advantages"])
+    advantages = lopti.reweight_advantages(advantages[:, None] * mask, old, case["alpha"])
     assert close(advantages, case["reweighted_advantages"])
     low, high = lopti.split_tokens(old, mask, case["eta"])
     assert torch.equal(low, tensor_of(case["low"]).bool() & mask)
-    settings = {name: case[name] for name in ("clip_low", "clip_high", "clip_dual", "kl_coef")}
-    settings["ref_logprobs"] = ref
-    for stage, tokens in (("joint", mask), ("low_stage", low), ("high_stage", high)):
-        expected, logprobs = case[stage], new.clone().requires_grad_()
-        loss, stats = lopti.policy_loss(logprobs, old, advantages, mask, tokens=tokens, **settings)
+    for name, tokens in (("all", mask), ("low", low), ("high", high)):
+        expected = case["passes"][name]
+        logprobs = new.clone().requires_grad_()
+        loss, statistics = lopti.policy_loss(
+            logprobs[tokens],
+            old[tokens],
+            advantages[tokens],
+            mask.sum(),
+            ref_logprobs=ref[tokens],
+            clip_low=case["clip_low"],
+            clip_high=case["clip_high"],
+            clip_dual=case["clip_dual"],
+            kl_coef=case["kl_coef"],
+        )
         loss.backward()
         assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
         assert close(logprobs.grad, expected["gradient"])
-        if "kl" in expected:
-            clips = [expected[f"clip_{name}_share"] for name in ("low", "high", "dual")]
-            ours = [stats[f"clip_ratio/{name}_mean"] for name in ("low", "high", "dual")]
-            assert stats["kl"] == pytest.approx(expected["kl"], abs=1e-9)
-            assert ours == pytest.approx(clips)
+        assert statistics["policy_loss"] == pytest.approx(expected["policy_loss"], abs=1e-9)
+        assert statistics["kl"] == pytest.approx(expected["kl"], abs=1e-9)
+        for kind in ("low", "high", "dual"):
+            share = expected[f"clip_{kind}_share"]
+            assert statistics[f"clip_ratio/{kind}_mean"] == pytest.approx(share)
 
 
-class Bigrams(torch.nn.Module):  # row i of its table holds the logits after token i
-    device, dtype = torch.device("cpu"), torch.float64
+class Bigrams(torch.nn.Module):
+    """A policy small enough to write down: row i of its table holds the logits after token i."""
+
+    device = torch.device("cpu")
+    dtype = torch.float64
 
     def __init__(self, table):
         super().__init__()
@@ -259,81 +316,178 @@ class Bigrams(torch.nn.Module):  # row i of its table holds the logits after tok
         return SimpleNamespace(logits=self.output(self.table(ids)))
 
 
-@pytest.mark.parametrize("case", GOLDEN["rollouts"], ids=lambda case: case["name"])
+def golden_settings(case):
+    names = {each.name for each in fields(lopti.Settings)} - {"name", "steps"}
+    return lopti.Settings(**{name: case[name] for name in names & case.keys()})
+
+
+def golden_update(policy, reference, rollout, case):
+    """Steps 3 to 7 of a training step: for each optimizer step (gradient, weights before, after).
+
+    `rollout` gets what was computed on the way.
+    """
+    settings = golden_settings(case)
+    rollout.old_logprobs, rollout.entropies = lopti.score(policy, rollout, settings)
+    rollout.ref_logprobs, _ = lopti.score(reference, rollout, settings)
+    advantages = lopti.group_advantages(tensor_of(case["rewards"]), settings.group_size)
+    advantages = advantages[:, None] * rollout.mask
+    rollout.advantages = lopti.reweight_advantages(advantages, rollout.old_logprobs, settings.alpha)
+    low, high = lopti.split_tokens(rollout.old_logprobs, rollout.mask, settings.eta)
+    groups = {"low": low, "high": high, "all": rollout.mask}
+    optimizer = lopti.make_optimizer(policy, settings)
+    steps = []
+
+    def before_step(*call):
+        steps.append([gradient(policy), weights(policy)])
+
+    def after_step(*call):
+        steps[-1].append(weights(policy))
+
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_step_post_hook(after_step)
+    for name in settings.pass_names():
+        lopti.update(policy, optimizer, rollout, groups[name], settings)
+    return steps
+
+
+def clipped(norm, case):
+    """The factor by which a gradient of this norm is shortened."""
+    return min(1.0, case["max_grad_norm"] / (norm + 1e-6))
+
+
+@pytest.mark.parametrize("case", GOLDEN["rollouts"], ids=name_of)
 def test_golden_rollouts(case):
-    """Both stages over two mini-batches: every step's gradient and weights, and the skipped."""
-    args = arguments(**{name: case[name] for name in vars(arguments()).keys() & case.keys()})
-    policy, reference = Bigrams(case["table"]), Bigrams(case["reference"])
+    """Both passes over two mini-batches: every step's gradient and weights, and the skipped."""
+    policy = Bigrams(case["table"])
     rollout = packed([[prompt] for prompt in case["prompts"]], case["responses"])
-    mask, old = rollout.mask, lopti.score(policy, rollout, args)[0]
-    rollout.old_logprobs, rollout.ref_logprobs = old, lopti.score(reference, rollout, args)[0]
-    advantages = lopti.group_advantages(tensor_of(case["rewards"]), args.group_size)[:, None] * mask
-    rollout.advantages = lopti.reweight_advantages(advantages, old, args.alpha)
-    low, high = lopti.split_tokens(old, mask, args.eta)
-    for name, values in (("old_logprobs", old), ("low", low.double())):
-        assert close(values[mask], list(itertools.chain(*case[name])))
-    optimizer, weight, steps = lopti.make_optimizer(policy, args), policy.table.weight, []
-    optimizer.register_step_pre_hook(lambda *_: steps.append([weight.grad.clone()]))
-    optimizer.register_step_post_hook(lambda *_: steps[-1].append(weight.detach().clone()))
-    for tokens in (low, high) if args.eta else (mask,):
-        lopti.update(policy, optimizer, rollout, tokens, args)
-    expected = [step for step in case["steps"] if not step["skipped"]]
-    assert len(steps) == len(expected)
-    for (gradient, table), step in zip(steps, expected):
-        norm = tensor_of(step["gradient"]).norm().item()
-        clip = min(1.0, args.max_grad_norm / (norm + 1e-6))
-        assert torch.allclose(gradient, clip * tensor_of(step["gradient"]), atol=1e-9, rtol=0)
-        assert close(table, step["table"])
+    steps = golden_update(policy, Bigrams(case["reference"]), rollout, case)
+    for name in ("old_logprobs", "ref_logprobs", "advantages"):
+        assert close(getattr(rollout, name)[rollout.mask], joined(case[name]))
+    expected_steps = [step for step in case["steps"] if not step["skipped"]]
+    assert len(steps) == len(expected_steps)
+    for (found, _, table), expected in zip(steps, expected_steps):
+        full = tensor_of(expected["gradient"]).flatten()
+        factor = clipped(full.norm().item(), case)
+        assert torch.allclose(found, factor * full, atol=1e-9, rtol=0)
+        assert close(table, joined(expected["table"]))
 
 
-@pytest.mark.parametrize("case", GOLDEN["treatments"])
+@pytest.mark.parametrize("case", GOLDEN["model"]["cases"], ids=name_of)
+def test_golden_updates_of_the_bundled_model(case):
+    """From token ids to the change of all weights, to six digits."""
+    case = GOLDEN["model"] | case
+    policy = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64)
+    reference = copy.deepcopy(policy)
+    start = weights(policy)
+    rollout = packed([case["prompt"]] * len(case["responses"]), case["responses"])
+    steps = golden_update(policy, reference, rollout, case)
+    mask = rollout.mask
+    assert rollout.old_logprobs[mask].tolist() == close_to(joined(case["old_logprobs"]))
+    assert rollout.entropies[mask].tolist() == close_to(joined(case["entropies"]))
+    expected_steps = [step for step in case["steps"] if not step["skipped"]]
+    assert len(steps) == len(expected_steps)
+    for (found, before, after), expected in zip(steps, expected_steps):
+        norm = expected["gradient_norm"]
+        assert found.norm().item() == close_to(norm * clipped(norm, case))
+        assert (after - before).norm().item() == close_to(expected["change_norm"])
+    assert (weights(policy) - start).norm().item() == close_to(case["change_norm"])
+    new, _ = lopti.score(policy, rollout, golden_settings(case))
+    assert new[mask].tolist() == close_to(joined(case["new_logprobs"]))
+
+
+def close_to(expected):
+    return pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("case", GOLDEN["treatments"], ids=name_of)
 def test_golden_numbers_of_the_later_methods(case):
     """REINFORCE++, entropies, STAPO, 80/20 and min-p against plain Python."""
-    ids, rho = torch.tensor(case["ids"]), case["rho"]
-    mask = torch.arange(ids.shape[1])[None] < torch.tensor(case["lengths"])[:, None]
-    logits = tensor_of(case["logits"])[mask] / case["temperature"]  # (N, V)
-    pruned, scores = logits.where(lopti.safe_vocabulary(logits, case["min_p"]), -math.inf), {}
-    for name, values in (("", logits), ("safe_", pruned)):
-        scores[f"{name}logprobs"] = lopti.token_logprobs(values, ids, mask)
-        scores[f"{name}entropies"] = lopti.spread(lopti.entropy(values), mask)
-    safe = scores["safe_logprobs"] > -math.inf
-    assert (safe & mask).tolist() == case["safe"]
-    for name, values in scores.items():
-        assert close(values.masked_fill(~safe & (name == "safe_logprobs"), 0), case[name])
+    ids = torch.tensor(case["ids"])
+    mask = mask_of(case, ids.shape[1])
+    logits = tensor_of(case["logits"])[mask] / case["temperature"]  # (M, V)
+    logprobs = lopti.spread(lopti.token_logprobs(logits, ids[mask]), mask)
+    entropies = lopti.spread(lopti.entropy(logits), mask)
+    assert close(logprobs, case["logprobs"])
+    assert close(entropies, case["entropies"])
+    # min-p
+    safe_logits = logits.where(lopti.safe_vocabulary(logits, case["min_p"]), -math.inf)
+    safe_logprobs = lopti.spread(lopti.token_logprobs(safe_logits, ids[mask]), mask)
+    is_safe = safe_logprobs > -math.inf
+    assert (is_safe & mask).tolist() == case["safe"]
+    assert close(safe_logprobs.masked_fill(~is_safe, 0), case["safe_logprobs"])
+    assert close(lopti.spread(lopti.entropy(safe_logits), mask), case["safe_entropies"])
+    # REINFORCE++
     advantages = lopti.reinforce_pp_advantages(tensor_of(case["rewards"]), mask)
     assert close(advantages, case["reinforce_pp_advantages"])
-    inputs = scores["logprobs"], scores["entropies"], tensor_of(case["advantages"])[:, None] * mask
-    kept = lopti.stapo_mask(*inputs, mask, case["stapo_tau"], case["stapo_quantile"])
+    # STAPO and 80/20
+    advantages = tensor_of(case["advantages"])[:, None] * mask
+    kept = lopti.stapo_mask(
+        logprobs, entropies, advantages, mask, case["stapo_tau"], case["stapo_quantile"]
+    )
     assert kept.tolist() == case["stapo_kept"]
-    assert lopti.entropy_mask(scores["entropies"], mask, rho).tolist() == case["top_kept"]
+    assert lopti.entropy_mask(entropies, mask, case["rho"]).tolist() == case["top_kept"]
+
+
+# ------------------------------------------------------------- advantages, and the later methods
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_equal_rewards_get_exactly_zero_and_nearly_equal_ones_teach(dtype):
-    """Seven times 0.1 has a mean that is not 0.1 in floating point."""
+    """Seven times 0.1 has a mean that is not 0.1 in floating point: Adam would take whole steps."""
     mask = torch.ones(7, 3) > 0
     for reward in (0.1, -3.0, 1e-8, 1e6 + 0.1):
         equal = torch.full((7,), reward, dtype=dtype)
         assert lopti.group_advantages(equal, 7).tolist() == [0.0] * 7
         assert lopti.reinforce_pp_advantages(equal, mask).abs().max() == 0
-    near, mask = torch.tensor([0.5, 0.5 + 1e-5], dtype=dtype), torch.ones(2, 1) > 0
+    near = torch.tensor([0.5, 0.5 + 1e-5], dtype=dtype)
+    mask = torch.ones(2, 1) > 0
     for advantages in (lopti.group_advantages(near, 2), lopti.reinforce_pp_advantages(near, mask)):
-        assert advantages.flatten()[1] > 0.04 and advantages.sum().abs() < 1e-3
+        assert advantages.flatten()[1] > 0.04
+        assert advantages.sum().abs() < 1e-3
+
+
+def test_a_sum_of_parts_reaches_its_threshold_everywhere():
+    """.7 + .2 + .1 is .9999999999999999: right in training and in the table, and equal to 1."""
+    reward = 0.7 + 0.2 + 0.1
+    assert reward < 1
+    table = lopti.tally([{"difficulty": "2"}], [[("", reward), ("", 0.9)]], 1.0)
+    assert table["2"]["greedy"][0] == 1
+    assert table["2"]["avg@1"][0] == 0
+    assert not lopti.group_advantages(tensor_of([reward, 1.0]), 2).any()
+
+
+def with_scores(monkeypatch, logprobs, entropies):
+    """What `tokens_to_keep` sees of the current policy."""
+    monkeypatch.setattr(lopti, "score", lambda *inputs: (logprobs, entropies))
 
 
 def test_which_tokens_the_later_methods_leave(monkeypatch):
     """80/20 of all tokens, whatever STAPO leaves; of so few that ρ·n rounds to 0: none. ρ = 1."""
-    mask, entropies = torch.ones(1, 5) > 0, torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]])
-    logprobs = torch.tensor([[-9.0, -1, -9, -9, -1]])
-    monkeypatch.setattr(lopti, "score", lambda *inputs: (logprobs, entropies))
-    batch = SimpleNamespace(mask=mask, advantages=torch.ones(1, 5))
-    kept = lambda flags: lopti.tokens_to_keep(None, batch, arguments(flags))[0].tolist()
+    entropies = torch.tensor([[0.1, 0.9, 0.5, 0.2, 0.3]])
+    with_scores(monkeypatch, torch.tensor([[-9.0, -1, -9, -9, -1]]), entropies)
+    batch = SimpleNamespace(mask=torch.ones(1, 5) > 0, advantages=torch.ones(1, 5))
+
+    def kept(flags):
+        return lopti.tokens_to_keep(None, batch, settings_of(flags))[0].tolist()
+
+    assert kept("") == [True] * 5
     assert kept("--stapo") == [False, True, True, False, True]
     assert kept("--stapo --top-entropy .4") == [False, True, True, False, False]
     assert kept("--stapo --top-entropy .8") == [False, True, True, False, True]
+    assert kept("--top-entropy 1") == [True] * 5
     assert not any(kept("--top-entropy .09"))
     equal = torch.tensor([[1.0, 1.0, 0.0]])
     assert lopti.safe_vocabulary(equal, 1.0).tolist() == [[True, True, False]]
+
+
+def test_stapo_has_the_paper_s_thresholds(monkeypatch):
+    """τ_p = .002: of five candidates below it the three quarters of lower entropy go."""
+    pi = torch.tensor([[0.0019, 0.0019, 0.0019, 0.0019, 0.0019, 0.0021, 0.0021]])
+    entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 0.5]])
+    with_scores(monkeypatch, pi.log(), entropies)
+    batch = SimpleNamespace(mask=torch.ones(1, 7) > 0, advantages=torch.ones(1, 7))
+    kept = lopti.tokens_to_keep(None, batch, lopti.Settings(stapo=True))
+    assert kept[0].tolist() == [False, False, False, True, True, True, True]
 
 
 # ------------------------------------------------------------------------------ log-probabilities
@@ -350,8 +504,11 @@ MODELS = {  # what models do between ids and logits, and with the end of a seque
 
 def plain_rows(rollout):
     """(prompt, response) of each row, without padding."""
-    rows = zip(rollout.ids, rollout.mask, rollout.mask.int().argmax(1))
-    return [(ids[:start], ids[mask]) for ids, mask, start in rows]
+    rows = []
+    for ids, mask in zip(rollout.ids, rollout.mask):
+        start = int(mask.int().argmax())
+        rows.append((ids[:start], ids[mask]))
+    return rows
 
 
 def plain_distribution(model, prompt, response, temperature, min_p=0.0):
@@ -364,7 +521,8 @@ def plain_distribution(model, prompt, response, temperature, min_p=0.0):
 
 def plain_logprobs(model, row, temperature, min_p=0.0):
     """log π of each token of one response, (T,)."""
-    return plain_distribution(model, *row, temperature, min_p).gather(1, row[1][:, None])[:, 0]
+    distribution = plain_distribution(model, *row, temperature, min_p)
+    return distribution[range(len(row[1])), row[1]]
 
 
 def plain_entropy(distribution):
@@ -382,30 +540,36 @@ def test_logprobs_against_one_row_at_a_time(name, temperature, min_p):
     """
     model = random_model(**MODELS[name])
     rollout = random_rollout(model, seed=1)
-    args = arguments(temperature=temperature, min_p=min_p, tokens_per_microbatch=60)
-    logprobs, entropies = lopti.score(model, rollout, args)
+    mask = rollout.mask
+    settings = settings_of(temperature=temperature, min_p=min_p, tokens_per_microbatch=60)
+    logprobs, entropies = lopti.score(model, rollout, settings)
     assert logprobs.dtype == torch.float32
-    assert not logprobs[~rollout.mask].any() and not entropies[~rollout.mask].any()
-    factors = torch.randn(rollout.mask.shape) * (logprobs > -math.inf)
-    total, unsafe = 0.0, rollout.mask & (logprobs == -math.inf)
+    assert not logprobs[~mask].any()
+    assert not entropies[~mask].any()
+    factors = torch.randn(mask.shape)  # of each token's log π in a sum
+    total = 0.0
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
         distribution = plain_distribution(model, prompt, response, temperature, min_p)
-        expected, own = distribution.gather(1, response[:, None])[:, 0], rollout.mask[i]
-        assert torch.allclose(logprobs[i][own], expected, atol=2e-5)  # −∞ included
-        assert torch.allclose(entropies[i][own], plain_entropy(distribution), atol=2e-5)
+        expected = distribution[range(len(response)), response]
+        assert torch.allclose(logprobs[i][mask[i]], expected, atol=2e-5)  # −∞ included
+        assert torch.allclose(entropies[i][mask[i]], plain_entropy(distribution), atol=2e-5)
         safe = expected > -math.inf
-        total = total + (expected * factors[i][own])[safe].sum()
-    assert (0 < unsafe.sum() < rollout.mask.sum()) == (min_p > 0)
+        total = total + (expected * factors[i][mask[i]])[safe].sum()
+    unsafe = mask & (logprobs == -math.inf)
+    assert (0 < unsafe.sum() < mask.sum()) == (min_p > 0)
     total.backward()
     expected = gradient(model)
     model.zero_grad()
-    logits = lopti.token_logits(model, rollout.ids, rollout.mask, temperature, min_p)
-    logprobs = lopti.token_logprobs(logits, rollout.ids, rollout.mask)
-    (logprobs.masked_fill(unsafe, 0) * factors).sum().backward()
-    assert 1 < expected.norm() and (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
+    logits = lopti.token_logits(model, rollout.ids, mask, temperature, min_p)
+    logprobs = lopti.token_logprobs(logits, rollout.ids[mask])
+    safe = ~unsafe[mask]
+    (logprobs * factors[mask])[safe].sum().backward()
+    assert expected.norm() > 1
+    assert (gradient(model) - expected).norm() <= 1e-5 * expected.norm()
 
 
 def test_micro_batches_by_tokens():
+    """Sorted by length, so that little padding is read; one long row alone."""
     lengths = torch.tensor([9, 2, 5, 30, 2, 4])
     assert lopti.micro_batches(range(6), lengths, 12) == [[1, 4, 5], [2], [0], [3]]
     assert lopti.micro_batches([0, 2], lengths, 1000) == [[2, 0]]
@@ -418,126 +582,163 @@ PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is 
 
 
 def sample(model, prompts=PROMPTS, tokenizer=TOKENIZER, group_size=1, temperature=0, **changes):
-    args = arguments(**{"max_new_tokens": 12, **changes})
-    return lopti.sample(model, tokenizer, prompts, group_size, temperature, args)
+    settings = settings_of(**{"max_new_tokens": 12, **changes})
+    return lopti.sample(model, tokenizer, prompts, group_size, temperature, settings)
+
+
+def generated_alone(model, prompt_ids, dtype):
+    """A greedy response of up to 40 tokens by one plain call of `generate`, behind its prompt."""
+    config = transformers.GenerationConfig(
+        do_sample=False,
+        pad_token_id=0,
+        max_new_tokens=40,
+        eos_token_id=lopti.end_token_ids(model, TOKENIZER),
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        return model.generate(torch.tensor([prompt_ids]), generation_config=config)[0]
 
 
 @pytest.mark.parametrize(
     "name, dtype", [*((name, "float32") for name in MODELS), ("plain", "bfloat16")]
 )
 def test_greedy_samples_against_generate(name, dtype, monkeypatch):
-    """In groups, three rows at a time, ended responses leaving: as plain `generate` one by one."""
-    model, sizes, bars = random_model(**MODELS[name]), [], []
-    spy(monkeypatch, lopti, "generate_in_stretches", lambda ids, *inputs: sizes.append(len(ids)))
+    """In groups, five rows at a time, ended responses leaving: as plain `generate` one by one."""
+    model = random_model(**MODELS[name])
     prompts = TOKENIZER(PROMPTS, add_special_tokens=False)["input_ids"]
-    settings = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 70}
-    settings["eos_token_id"] = lopti.end_token_ids(model, TOKENIZER)
-    settings = transformers.GenerationConfig(**settings)
+    bars = []
     spy(monkeypatch, lopti, "tqdm", lambda bar, *_: bars.append((bar.total, bar.disable)))
-    rollout = sample(model, group_size=8, sample_batch_size=3, max_new_tokens=70, dtype=dtype)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
-        answer = lambda ids: model.generate(torch.tensor([ids]), generation_config=settings)[0]
-        alone = list(map(answer, prompts))
-    assert sizes == [3] * 8 and bars == [(8, True)]  # no bar where the output is no terminal
+    rollout = sample(model, group_size=4, sample_batch_size=5, max_new_tokens=40, dtype=dtype)
+    assert bars == [(3, True)]  # 12 rows by fives; no bar where the output is no terminal
+    alone = [generated_alone(model, prompt, dtype) for prompt in prompts]
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
-        assert prompt.tolist() == prompts[i // 8]
-        assert torch.equal(torch.cat([prompt, response]), alone[i // 8])
-    assert (rollout.ids[torch.arange(rollout.ids.shape[1]) >= rollout.lengths[:, None]] == 0).all()
+        assert prompt.tolist() == prompts[i // 4]
+        assert torch.equal(torch.cat([prompt, response]), alone[i // 4])
+    padding = torch.arange(rollout.ids.shape[1]) >= rollout.lengths[:, None]
+    assert not rollout.ids[padding].any()
 
 
 @pytest.mark.parametrize("temperature, min_p", [(1.0, 0.0), (0.7, 0.0), (0.8, 0.3)])
-def test_samples_come_from_the_scored_distribution(temperature, min_p, monkeypatch):
+def test_samples_come_from_the_scored_distribution(temperature, min_p):
     """First tokens of 4,000 samples against the π that is scored (chi-squared).
 
-    The model's own top_k and so on are put aside, as are HF's, and put back, whatever happens.
+    The model's own top_k and so on are put aside, as are HF's.
     """
-    model, settings = random_model(), {"temperature": temperature, "min_p": min_p}
+    model = random_model()
     own = model.generation_config
     own.update(do_sample=True, top_k=2, top_p=0.5, temperature=0.01, repetition_penalty=1.8)
     own.update(min_p=0.5, no_repeat_ngram_size=1, suppress_tokens=list(range(20, 60)))
+    settings = settings_of(temperature=temperature, min_p=min_p, max_new_tokens=1)
     torch.manual_seed(0)
-    rollout = sample(model, ["Lily said"], group_size=4000, max_new_tokens=1, **settings)
-    assert torch.isfinite(lopti.score(model, rollout, arguments(**settings))[0]).all()
-    (prompt, _), words = plain_rows(rollout)[0], torch.arange(len(TOKENIZER))
-    probe = packed([prompt.tolist()] * len(words), words[:, None].tolist())
-    probabilities = lopti.score(model, probe, arguments(**settings))[0][:, -1].exp().double()
+    rollout = lopti.sample(model, TOKENIZER, ["Lily said"], 4000, temperature, settings)
+    assert torch.isfinite(lopti.score(model, rollout, settings)[0]).all()
+    prompt, _ = plain_rows(rollout)[0]
+    every_word = torch.arange(len(TOKENIZER))[:, None].tolist()
+    probe = packed([prompt.tolist()] * len(TOKENIZER), every_word)
+    probabilities = lopti.score(model, probe, settings)[0][:, -1].exp().double()
     assert probabilities.sum().item() == pytest.approx(1, abs=1e-4)
     common = probabilities > 0.002
     expected = 4000 * probabilities[common]
-    counts = torch.bincount(rollout.ids[:, -1], minlength=len(words))[common]
-    statistic, degrees = ((counts - expected) ** 2 / expected).sum(), int(common.sum()) - 1
-    assert degrees > 1 and statistic < degrees + 5 * math.sqrt(2 * degrees)
+    counts = torch.bincount(rollout.ids[:, -1], minlength=len(TOKENIZER))[common]
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    degrees = int(common.sum()) - 1
+    assert degrees > 1
+    assert chi_squared < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def test_the_model_keeps_its_own_generation_config(monkeypatch):
+    """Also where `generate` fails: final/ is saved with it."""
+    model = random_model()
+    own = model.generation_config
+    own.top_k = 2
+    sample(model)
+    assert model.generation_config is own
     monkeypatch.setattr(model, "generate", exits)
     with pytest.raises(SystemExit):
         sample(model)
-    assert model.generation_config is own and own.top_k == 2
+    assert model.generation_config is own
+    assert own.top_k == 2
 
 
 def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
-    """The tokenizer's, which is the padding too; one of the settings; one of the config.
+    """The tokenizer's, which is the padding too, and two of the model's settings.
 
     At the end the batch has only what was unfinished 32 tokens before.
     """
-    model, tokenizer, ends = random_model(), copy.deepcopy(TOKENIZER), torch.tensor([1, 40, 41])
-    model.generation_config.eos_token_id, model.config.eos_token_id = [40], 41
+    model = random_model()
+    model.generation_config.eos_token_id = [40, 41]
+    tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token = tokenizer.eos_token
-    torch.manual_seed(0)
-    seen, options = [], {"group_size": 64, "max_new_tokens": 60, "temperature": 2.0}
-    look = lambda _, inputs: seen.append((len(inputs[0]), torch.is_grad_enabled()))
+    seen = []
+
+    def look(module, inputs):
+        seen.append(len(inputs[0]))
+        assert not torch.is_grad_enabled()
+
     model.get_input_embeddings().register_forward_pre_hook(look)
-    rollout, last = sample(model, PROMPTS[:2], tokenizer, **options), set()
+    torch.manual_seed(0)
+    rollout = sample(
+        model, PROMPTS[:2], tokenizer, group_size=64, max_new_tokens=60, temperature=2.0
+    )
     unfinished = int((rollout.mask.sum(1) > lopti.STRETCH).sum())
-    assert seen[0] == (128, False) and seen[-1] == (unfinished, False) and 0 < unfinished < 128
+    assert 0 < unfinished < 128
+    assert seen[0] == 128
+    assert seen[-1] == unfinished
+    last = set()
     for (_, response), truncated in zip(plain_rows(rollout), rollout.truncated):
-        assert not torch.isin(response[:-1], ends).any()
-        last |= set() if truncated else {int(response[-1])}
+        ids = response.tolist()
+        assert not {1, 40, 41} & set(ids[:-1])
+        if not truncated:
+            last.add(ids[-1])
     assert last == {1, 40, 41}
 
 
-def test_every_response_goes_on_in_its_own_row():
-    """Row k writes its own number until it ends, after 10, 40, 70, 100 tokens or never."""
-    lengths = {4: 10, 5: 100, 6: 40, 7: 999, 8: 70}
-
-    class Scripted:
-        device, generation_config = torch.device("cpu"), SimpleNamespace(max_new_tokens=120)
-
-        def generate(self, ids, attention_mask, max_new_tokens, **cache):
-            places = torch.arange(ids.shape[1] - 2, ids.shape[1] - 2 + max_new_tokens)
-            own = ids[:, 1:2].expand(-1, max_new_tokens)
-            ends = torch.tensor([lengths[int(number)] for number in ids[:, 1]])[:, None]
-            new = torch.where(places < ends, own, torch.where(places == ends, 1, 0))
-            assert attention_mask.shape == ids.shape and attention_mask[:, 1:].all()
-            return torch.cat([ids, new], 1)
-
-    Scripted.generation_config.eos_token_id = [1]
-    found = lopti.generate_in_stretches(Scripted(), TOKENIZER, [[3, k] for k in lengths])
-    assert found == [[k] * 120 if n > 120 else [k] * n + [1] for k, n in lengths.items()]
+def test_texts_keep_special_tokens_and_leave_out_the_end():
+    """In Qwen3's and DeepSeek's vocabularies <think> is a special token: rewards must see it."""
+    model = random_model(eos_token_id=ENDS)
+    special = copy.deepcopy(TOKENIZER)
+    words = [word for word, number in special.get_vocab().items() if number >= 100]
+    special.add_special_tokens({"extra_special_tokens": words})
+    torch.manual_seed(0)
+    rollout = sample(model, PROMPTS, special, group_size=4, temperature=1.0)
+    assert not rollout.truncated.all()
+    for (_, response), truncated, text in zip(
+        plain_rows(rollout), rollout.truncated, rollout.texts
+    ):
+        ids = response.tolist()
+        assert text == special.decode(ids if truncated else ids[:-1], skip_special_tokens=False)
+    assert special.decode(rollout.ids[0], skip_special_tokens=True) != special.decode(
+        rollout.ids[0], skip_special_tokens=False
+    )
 
 
 # ------------------------------------------------------------------------------ the update
 
 
 def updated(checkpointed=False, family="Llama"):
-    """The model after one training step on a fixed rollout, and the statistics of it."""
-    model, args = random_model(family), arguments("--mini-batch-size 4")
+    """The model after one pass over a fixed rollout in three mini-batches, and its statistics."""
+    model = random_model(family)
+    settings = settings_of("--mini-batch-size 4")
     if checkpointed:
         lopti.checkpoint_layers(model)
     rollout = random_rollout(model)
-    rollout.old_logprobs = lopti.score(model, rollout, args)[0]
+    rollout.old_logprobs, _ = lopti.score(model, rollout, settings)
     torch.manual_seed(0)
     advantages = lopti.group_advantages(torch.randn(len(rollout.mask)), 4)
     rollout.advantages = advantages[:, None] * rollout.mask
     rollout.ref_logprobs = rollout.old_logprobs + 0.3 * torch.randn(rollout.mask.shape)
-    optimizer = lopti.make_optimizer(model, args)
-    with torch.no_grad():  # as a user's reward may leave it
-        return model, lopti.update(model, optimizer, rollout, rollout.mask, args)
+    optimizer = lopti.make_optimizer(model, settings)
+    return model, lopti.update(model, optimizer, rollout, rollout.mask, settings)
 
 
 def test_non_finite_steps_are_left_out_and_counted(monkeypatch):
-    factors, original = iter([1.0, math.nan, 1.0]), lopti.kl_estimate
-    monkeypatch.setattr(lopti, "kl_estimate", lambda *x: original(*x) * next(factors))
-    model, stats = updated()
-    assert (stats["optimizer_steps"], stats["nonfinite_steps"]) == (2, 1)
+    """Neither the weights nor the sums get what is not a number: metrics.jsonl stays JSON."""
+    factors = iter([1.0, math.nan, 1.0])
+    original = lopti.kl_estimate
+    monkeypatch.setattr(lopti, "kl_estimate", lambda *inputs: original(*inputs) * next(factors))
+    model, statistics = updated()
+    assert statistics["optimizer_steps"] == 2
+    assert statistics["nonfinite_steps"] == 1
+    assert all(math.isfinite(value) for value in statistics.values())
     assert torch.isfinite(weights(model)).all()
 
 
@@ -547,168 +748,280 @@ def test_no_padding_is_read_and_no_logits_are_computed_in_vain(kl_coef):
 
     With β = 0 only those with advantages.
     """
-    args, read, scored = arguments(f"--tokens-per-microbatch 1 --kl-coef {kl_coef}"), [], []
+    settings = settings_of(f"--tokens-per-microbatch 1 --kl-coef {kl_coef}")
     model = random_model()
     rollout = random_rollout(model)
     tokens = rollout.mask & (rollout.ids % 5 == 0)
     with_advantage = rollout.lengths % 2
-    busy = tokens.any(1).int() * (1 if kl_coef else with_advantage)
-    first, last, caches = model.get_input_embeddings(), model.get_output_embeddings(), []
-    first.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
-    last.register_forward_hook(lambda *call: scored.append(call[2].numel() // len(TOKENIZER)))
-    model.register_forward_hook(lambda *call: caches.append(call[2].get(lopti.CACHE)))
-    rollout.old_logprobs = rollout.ref_logprobs = lopti.score(model, rollout, args)[0]
+    busy = tokens.any(1).int()
+    if kl_coef == 0:
+        busy = busy * with_advantage
+    assert 0 < busy.sum() < len(busy)
+    ids_read = []
+    logits_made = []
+    caches = []
+
+    def look(module, inputs, output):
+        ids_read.append(inputs[0].numel())
+        logits_made.append(output.logits.numel() // len(TOKENIZER))
+        caches.append(output.get(lopti.CACHE))
+
+    model.register_forward_hook(look)
+    rollout.old_logprobs, _ = lopti.score(model, rollout, settings)
+    rollout.ref_logprobs = rollout.old_logprobs
     rollout.advantages = 1.0 * rollout.mask * with_advantage[:, None]
-    lopti.update(model, lopti.make_optimizer(model, args), rollout, tokens, args)
-    assert 0 < busy.sum() < len(busy) and not any(caches)
-    assert sum(read) == (rollout.lengths * (1 + busy)).sum()
-    assert sum(scored) == rollout.mask.sum() + (tokens * busy[:, None]).sum()
+    lopti.update(model, lopti.make_optimizer(model, settings), rollout, tokens, settings)
+    assert not any(caches)
+    assert sum(ids_read) == (rollout.lengths * (1 + busy)).sum()
+    assert sum(logits_made) == rollout.mask.sum() + (tokens * busy[:, None]).sum()
 
 
 @pytest.mark.parametrize("family", ["GPT2", "OPT"])  # which have dropout
 def test_gradient_checkpointing_changes_memory_and_nothing_else(family, monkeypatch, recwarn):
     """The same bits by two forward passes of each layer, without dropout or a warning."""
     calls = []
-    look = lambda result, inputs, *_: calls.append(inputs.requires_grad)
-    spy(monkeypatch, torch.nn.functional, "layer_norm", look)
-    (plain, stats), plain_calls = updated(False, family), calls.copy()
+    spy(monkeypatch, torch.nn.functional, "layer_norm", lambda *call: calls.append(1))
+    plain, statistics = updated(False, family)
+    plain_calls = len(calls)
     calls.clear()
-    checkpointed, same_stats = updated(True, family)
-    # 3 mini-batches × 2 layers × 2 layer norms
-    assert len(calls) == len(plain_calls) + 12
-    assert torch.equal(weights(plain), weights(checkpointed)) and stats == same_stats
-    assert not any(part.training for part in checkpointed.modules()) and not recwarn.list
+    checkpointed, same_statistics = updated(True, family)
+    assert len(calls) == plain_calls + 12  # 3 mini-batches × 2 layers × 2 layer norms
+    assert torch.equal(weights(plain), weights(checkpointed))
+    assert statistics == same_statistics
+    assert not any(part.training for part in checkpointed.modules())
+    assert not recwarn.list
 
 
-# -------------------------------------------------------------------------- training and evaluation
+def test_gradient_checkpointing_from_the_command_line():
+    """kk.flags and math.flags run out of memory without it."""
+    kept = []
+
+    def keep(tensor):
+        kept.append(tensor.numel())
+        return tensor
+
+    sizes = []
+    for flags in ("", "--gradient-checkpointing"):
+        policy, *_ = lopti.prepare(settings_of(f"{flags} --model {SMALL} {ROWS} --people 2"))
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            policy(torch.arange(5, 200)[None], use_cache=False)
+        sizes.append(sum(kept))
+    assert sizes[1] < 0.6 * sizes[0]
+
+
+# ------------------------------------------------------------------ training against a plain loop
 
 SOLUTIONS = {"Lily": "", "Zoey is a knight": "1", "Liam is a knave or": "22"}  # of three prompts
+CLIPS = ("low", "high", "dual")
+SUMS = ("policy_loss", "kl", "updated_share", *(f"clip_ratio/{name}_mean" for name in CLIPS))
 
 
 def vowels_modulo_3(completions, solution, **columns):
     """A reward that any response can earn, and another one after each solution."""
-    counts = [sum(map(text.count, "aeiou")) for text in completions]
-    return [float((count + len(truth)) % 3) for count, truth in zip(counts, solution)]
+    rewards = []
+    for text, truth in zip(completions, solution):
+        vowels = sum(text.count(letter) for letter in "aeiou")
+        rewards.append(float((vowels + len(truth)) % 3))
+    return rewards
 
 
-def plain_advantages(values, rows, args):
-    if args.advantage == "grpo":
-        return golden.group_advantages({"group_size": args.group_size, "rewards": values})
-    of_tokens = [value for value, (_, response) in zip(values, rows) for _ in response]
-    scale = math.sqrt(statistics.variance(of_tokens) + 1e-8)
-    return [(value - statistics.mean(of_tokens)) / scale for value in values]
+@dataclass
+class Answer:
+    """What the plain loop knows of a response."""
+
+    prompt: torch.Tensor  # ids
+    response: torch.Tensor  # ids (T,)
+    text: str
+    reward: float = None
+    advantage: float = None  # Â, before Eq. 4
+    old: torch.Tensor = None  # log π_old (T,)
+    ref: torch.Tensor = None  # log π_ref (T,)
+    entropies: torch.Tensor = None  # (T,)
+
+    def logprobs(self, model, settings):
+        row = (self.prompt, self.response)
+        return plain_logprobs(model, row, settings.temperature, settings.min_p)
+
+    def entropy(self, model, settings):
+        row = (self.prompt, self.response)
+        distribution = plain_distribution(model, *row, settings.temperature, settings.min_p)
+        return plain_entropy(distribution).detach().round(decimals=9)
 
 
-def plain_kept(policy, rows, advantages, args):
-    """Which tokens of a mini-batch STAPO or 80/20 keep, by the policy: a mask for each response."""
-    settings = args.temperature, args.min_p
-    entropies = [plain_entropy(plain_distribution(policy, *row, *settings)) for row in rows]
-    entropies = [values.detach().round(decimals=9) for values in entropies]
-    if args.top_entropy:
-        falling = sorted(torch.cat(entropies).tolist(), reverse=True)
-        bound = falling[round(args.top_entropy * len(falling)) - 1]
-        return [values >= bound for values in entropies]
-    tau = [STAPO["tau_p"] if args.stapo and a > 0 else 0 for a in advantages]
-    pi = [plain_logprobs(policy, row, *settings).exp() for row in rows]
-    unlikely = [values < limit for values, limit in zip(pi, tau)]
-    candidates = torch.cat([x[y] for x, y in zip(entropies, unlikely)]).tolist()
-    bound = golden.quantile(candidates, STAPO["quantile"]) if candidates else 0
-    return [~(x & (y < bound)) for x, y in zip(unlikely, entropies)]
+def plain_answers(policy, reference, rollout, settings):
+    """Steps 2 to 4 of a training step, one response after the other."""
+    answers = []
+    for prompt, response in plain_rows(rollout):
+        words = [token for token in response.tolist() if token not in ENDS]
+        answers.append(Answer(prompt, response, TOKENIZER.decode(words)))
+    texts = [answer.text for answer in answers]
+    solutions = [SOLUTIONS[TOKENIZER.decode(answer.prompt)] for answer in answers]
+    rewards = vowels_modulo_3(texts, solutions)
+    if settings.advantage == "grpo":
+        case = {"group_size": settings.group_size, "rewards": rewards}
+        advantages = golden.group_advantages(case)
+    else:  # whitened over all tokens
+        of_tokens = []
+        for answer, reward in zip(answers, rewards):
+            of_tokens += [reward] * len(answer.response)
+        scale = math.sqrt(statistics.variance(of_tokens) + 1e-8)
+        advantages = [(reward - statistics.mean(of_tokens)) / scale for reward in rewards]
+    with torch.no_grad():
+        for answer, reward, advantage in zip(answers, rewards, advantages):
+            answer.reward = reward
+            answer.advantage = advantage
+            answer.old = answer.logprobs(policy, settings)
+            answer.ref = answer.logprobs(reference, settings)
+            answer.entropies = answer.entropy(policy, settings)
+    return answers
 
 
-def plain_batch_metrics(policy, rows, values, old, ref, args):
+def plain_metrics(answers, settings):
     """What metrics.jsonl says of a rollout batch, before its update."""
-    lengths = [len(response) for _, response in rows]
-    groups = [values[start : start + 4] for start in range(0, len(values), 4)]
-    distributions = [plain_distribution(policy, *row, args.temperature, args.min_p) for row in rows]
-    old, ref = (torch.cat(values).tolist() for values in (old, ref))
-    kl = [golden.token_terms(x, x, y, 0, vars(args))[1] for x, y in zip(old, ref) if x > -math.inf]
+    rewards = [answer.reward for answer in answers]
+    size = settings.group_size
+    groups = [rewards[start : start + size] for start in range(0, len(rewards), size)]
+    lengths = [len(answer.response) for answer in answers]
+    old = torch.cat([answer.old for answer in answers]).tolist()
+    ref = torch.cat([answer.ref for answer in answers]).tolist()
+    kl = 0.0
+    if settings.kl_coef:
+        for x, y in zip(old, ref):
+            if x > -math.inf:  # in the safe vocabulary
+                kl += golden.token_terms(x, x, y, 0, vars(settings))[1]
+    bound = math.log(settings.eta or 0.5)
     return {
-        "reward": statistics.mean(values),
-        "reward_std": statistics.mean(map(statistics.stdev, groups)),
+        "reward": statistics.mean(rewards),
+        "reward_std": statistics.mean(statistics.stdev(group) for group in groups),
         "frac_reward_zero_std": statistics.mean(len(set(group)) == 1 for group in groups),
-        "accuracy": statistics.mean(value >= 1 for value in values),
+        "accuracy": statistics.mean(reward >= 1 for reward in rewards),
         "completions/mean_length": statistics.mean(lengths),
         "completions/max_length": max(lengths),
-        "completions/clipped_ratio": statistics.mean(int(row[1][-1]) not in ENDS for row in rows),
-        "entropy": sum(plain_entropy(each).sum().item() for each in distributions) / sum(lengths),
-        "low_probability_share": statistics.mean(x < math.log(args.eta or 0.5) for x in old),
-        "rollout/kl": sum(kl) / sum(lengths),
+        "completions/clipped_ratio": statistics.mean(
+            int(answer.response[-1]) not in ENDS for answer in answers
+        ),
+        "entropy": sum(float(answer.entropies.sum()) for answer in answers) / sum(lengths),
+        "low_probability_share": statistics.mean(logprob < bound for logprob in old),
+        "rollout/kl": kl / sum(lengths),
         "rollout/tokens": sum(lengths),
-        **{f"seconds/{phase}": 1 for phase in ("sampling", "rewarding", "scoring", "updating")},
     }
 
 
-def plain_training(policy, rollouts, stages, args):
-    """Train on what was sampled, a token at a time; yields each step's metrics and samples."""
-    reference, parameters = copy.deepcopy(policy), list(policy.parameters())
-    optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=args.weight_decay)
-    logprobs_of = lambda model, row: plain_logprobs(model, row, args.temperature, args.min_p)
+def plain_kept(policy, answers, settings):
+    """Which tokens of a mini-batch STAPO or 80/20 keep, by the policy: a mask for each response."""
+    entropies = [answer.entropy(policy, settings) for answer in answers]
+    if settings.top_entropy:
+        falling = sorted(torch.cat(entropies).tolist(), reverse=True)
+        bound = falling[round(settings.top_entropy * len(falling)) - 1]
+        return [values >= bound for values in entropies]
+    if not settings.stapo:
+        return [torch.ones_like(values) > 0 for values in entropies]
+    candidates = []  # a mask for each response
+    for answer in answers:
+        pi = answer.logprobs(policy, settings).exp()
+        candidates.append((pi < STAPO["tau_p"]) & (answer.advantage > 0))
+    of_candidates = [values[mask] for values, mask in zip(entropies, candidates)]
+    of_candidates = torch.cat(of_candidates).tolist()
+    bound = golden.quantile(of_candidates, STAPO["quantile"]) if of_candidates else 0
+    return [~(mask & (values < bound)) for mask, values in zip(candidates, entropies)]
+
+
+def plain_optimizer_step(policy, optimizer, answers, name, settings):
+    """An optimizer step on a mini-batch, token after token: what was measured, each divided by N.
+
+    `name` says which tokens the pass updates: all, low or high.
+    """
+    kept = plain_kept(policy, answers, settings)
+    count = int(torch.cat(kept).sum())  # N
+    found = dict.fromkeys(SUMS, 0.0)
+    found["masked_tokens"] = len(torch.cat(kept)) - count
+    total = 0.0  # its gradient is that of the loss
+    for answer, chosen in zip(answers, kept):
+        if answer.advantage == 0 and settings.kl_coef == 0:
+            continue  # a response without a gradient
+        new = answer.logprobs(policy, settings)
+        is_low = answer.old.exp() < settings.eta
+        if name == "low":
+            chosen = chosen & is_low
+        if name == "high":
+            chosen = chosen & ~is_low
+        chosen = chosen & (answer.old > -math.inf) & (new > -math.inf)  # in the safe vocabulary
+        for x, old, ref in zip(new[chosen], answer.old[chosen], answer.ref[chosen]):
+            weight = settings.alpha * math.exp(old) + 1 - settings.alpha
+            loss, kl, clip, slope = golden.token_terms(
+                x.item(), old.item(), ref.item(), weight * answer.advantage, vars(settings)
+            )
+            total = total + slope * x / count
+            found["policy_loss"] += loss / count
+            found["kl"] += kl / count
+            found["updated_share"] += 1 / count
+            for side in CLIPS:
+                found[f"clip_ratio/{side}_mean"] += (clip == side) / count
+    found["norm"] = 0.0
+    if found["updated_share"]:
+        total.backward()
+        parameters = list(policy.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
+        found["norm"] = norm.item()
+    if found["norm"]:
+        optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+def plain_update_metrics(by_pass, passes):
+    """What metrics.jsonl says of an update: means over mini-batches, summed over Lopti's passes."""
+    metrics = dict.fromkeys(SUMS, 0.0)
+    steps = joined(by_pass.values())
+    for name, found in by_pass.items():
+        norms = [step["norm"] for step in found if step["norm"]]
+        metrics[f"grad_norm/{name}"] = statistics.mean(norms)
+        for each in SUMS:
+            metrics[each] += statistics.mean(step[each] for step in found)
+    metrics["optimizer_steps"] = sum(step["norm"] > 0 for step in steps)
+    metrics["skipped_steps"] = sum(step["norm"] == 0 for step in steps)
+    metrics["nonfinite_steps"] = 0
+    metrics["masked_tokens"] = sum(step["masked_tokens"] for step in steps)
+    return metrics
+
+
+def plain_training(policy, rollouts, passes, settings):
+    """Train on what was sampled; returns the lines of metrics.jsonl and of samples.jsonl."""
+    reference = copy.deepcopy(policy)
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), settings.learning_rate, weight_decay=settings.weight_decay
+    )
+    lines = []
+    samples = []
     for step, rollout in enumerate(rollouts, 1):
-        rows, counts = plain_rows(rollout), Counter()
-        of_stage, norms = ({stage: [] for stage in stages} for _ in range(2))
-        prompts = [TOKENIZER.decode(prompt) for prompt, _ in rows]
-        texts = [TOKENIZER.decode([x for x in ids.tolist() if x not in ENDS]) for _, ids in rows]
-        solutions = list(map(SOLUTIONS.get, prompts))
-        values = vowels_modulo_3(texts, solutions)
-        with torch.no_grad():
-            old, ref = ([logprobs_of(model, row) for row in rows] for model in (policy, reference))
-            metrics = plain_batch_metrics(policy, rows, values, old, ref, args)
-        advantages = plain_advantages(values, rows, args)
-        for stage in stages:
-            for start in range(0, len(rows), args.mini_batch_size):
-                batch, sums, total = slice(start, start + args.mini_batch_size), Counter(), 0.0
-                kept = plain_kept(policy, rows[batch], advantages[batch], args)
-                count = int(torch.cat(kept).sum())
-                counts["masked_tokens"] += len(torch.cat(kept)) - count
-                for i, chosen in enumerate(kept, start):
-                    if advantages[i] == 0 == args.kl_coef:
-                        continue  # a response without a gradient
-                    new, is_low = logprobs_of(policy, rows[i]), old[i].exp() < args.eta
-                    chosen &= {"all": chosen, "low": is_low, "high": ~is_low}[stage]
-                    chosen &= (old[i] > -math.inf) & (new > -math.inf)  # in the safe vocabulary
-                    fixed = old[i][chosen].tolist(), ref[i][chosen].tolist()
-                    for x, y, z in zip(new[chosen], *fixed):
-                        advantage = (args.alpha * math.exp(y) + 1 - args.alpha) * advantages[i]
-                        inputs = x.item(), y, z, advantage, vars(args)
-                        loss, kl, clip, slope = golden.token_terms(*inputs)
-                        total += slope * x / count
-                        terms = {"policy_loss": loss, "kl": kl, "updated_share": 1}
-                        terms |= {f"clip_ratio/{side}_mean": clip == side for side in CLIPS}
-                        sums.update({name: term / count for name, term in terms.items()})
-                norm = 0.0
-                if sums["updated_share"]:
-                    total.backward()
-                    norm = torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm).item()
-                counts["optimizer_steps" if norm else "skipped_steps"] += 1
-                of_stage[stage].append(sums)
-                if norm:
-                    optimizer.step()
-                    norms[stage].append(norm)
-                optimizer.zero_grad()
-        for stage, batches in of_stage.items():  # means over its mini-batches, summed over stages
-            metrics[f"grad_norm/{stage}"] = statistics.mean(norms[stage])
-            for name in set().union(*batches):
-                mean = statistics.mean(sums[name] for sums in batches)
-                metrics[name] = metrics.get(name, 0.0) + mean
-        for name in ("optimizer_steps", "skipped_steps", "masked_tokens"):
-            metrics[name] = counts[name]
-        metrics |= {"step": step, "nonfinite_steps": 0}
-        metrics["masked_share"] = counts["masked_tokens"] / len(stages) / metrics["rollout/tokens"]
-        columns = zip(itertools.repeat(step), prompts, texts, values)
-        yield metrics, list(columns)[: 2 * args.group_size : args.group_size]
+        answers = plain_answers(policy, reference, rollout, settings)
+        metrics = {"step": step, **plain_metrics(answers, settings)}
+        by_pass = {name: [] for name in passes}
+        for name in passes:
+            for start in range(0, len(answers), settings.mini_batch_size):
+                batch = answers[start : start + settings.mini_batch_size]
+                found = plain_optimizer_step(policy, optimizer, batch, name, settings)
+                by_pass[name].append(found)
+        metrics |= plain_update_metrics(by_pass, passes)
+        tokens = len(passes) * metrics["rollout/tokens"]
+        metrics["masked_share"] = metrics["masked_tokens"] / tokens
+        lines.append(metrics)
+        for answer in answers[: 2 * settings.group_size : settings.group_size]:
+            prompt = TOKENIZER.decode(answer.prompt)
+            sample = {"step": step, "prompt": prompt, "response": answer.text}
+            samples.append({**sample, "reward": answer.reward})
+    return lines, samples
 
 
-CLIPS = ("low", "high", "dual")
 OFF_DEFAULT = (
     "--steps 2 --prompts-per-step 3 --group-size 4 --max-new-tokens 6 --temperature 0.7 "
-    "--mini-batch-size 5 --tokens-per-microbatch 24 --learning-rate 1e-2 --clip-low 0.05 "
-    f"--clip-high 0.1 --solved-reward 1 --reward {__name__}:vowels_modulo_3 --sample-batch-size 8 "
-    "--save-every 0 "
+    "--mini-batch-size 5 --tokens-per-microbatch 24 --learning-rate 1e-2 --weight-decay 0.3 "
+    "--clip-low 0.05 --clip-high 0.1 --clip-dual 1.3 --max-grad-norm 0.4 --sample-batch-size 8 "
+    f"--save-every 0 --solved-reward 1 --reward {__name__}:vowels_modulo_3 "
 )
-CONSTANTS = {"weight_decay": 0.3, "max_grad_norm": 0.4, "clip_dual": 1.3}
 STAPO = {"tau_p": 0.1, "quantile": 0.6}
-TRAINING = {  # flags: stages
+TRAINING = {  # flags: the tokens of each pass
     "--alpha 0.3 --eta 0.06 --kl-coef 0.5 --min-p 0.05 --passes 2": "low high low high",
     "--alpha 0.9 --eta 0.06 --order high-low --advantage reinforce++ --kl-coef 0": "high low",
     "--eta 0.06 --order high --kl-coef 0.2": "high",
@@ -718,81 +1031,113 @@ TRAINING = {  # flags: stages
 
 
 def trained(policy, flags, folder, monkeypatch):
-    """Train by lopti.py on three prompts; returns the arguments and the lines of metrics.jsonl."""
-    args = arguments(OFF_DEFAULT + f"{flags} --name run --output {folder}", **CONSTANTS)
+    """Train by lopti.py on three prompts: the settings and the lines of metrics.jsonl."""
+    settings = settings_of(OFF_DEFAULT + f"{flags} --name run --output {folder}")
     rows = [data_row(*prompt) for prompt in SOLUTIONS.items()]
-    monkeypatch.setattr(lopti, "prepare", lambda args: (policy, TOKENIZER, rows, rows))
+    monkeypatch.setattr(lopti, "prepare", lambda settings: (policy, TOKENIZER, rows, rows))
     monkeypatch.setattr(lopti, "evaluate", lambda *inputs: ({}, []))
     monkeypatch.setattr(lopti, "report", lambda *inputs: None)
-    lopti.train(args)
-    return args, read_jsonl(folder / "run" / "metrics.jsonl")
+    lopti.train(settings)
+    lines = read_jsonl(folder / "run" / "metrics.jsonl")
+    for line in lines:
+        assert line.pop("seconds") > 0
+    return settings, lines
 
 
 @pytest.mark.parametrize("flags", TRAINING)
 def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     """Two steps of `train` against a loop on the sampled ids that calls nothing of lopti.py.
 
-    The weights, and every number of metrics.jsonl; the clock adds one at each look. Nowhere is
-    there dropout.
+    The weights, and every number of metrics.jsonl. Nowhere is there dropout.
     """
-    rollouts, original, clock = [], lopti.sample, itertools.count()
+    rollouts = []
+    sample = lopti.sample
+    entropy = lopti.entropy
 
-    def recorded(*inputs):  # without min-p: some tokens are not in V_safe
-        args = argparse.Namespace(**{**vars(inputs[-1]), "min_p": 0})
-        rollouts.append(original(*inputs[:-1], args))
+    def sample_without_min_p(*inputs):
+        """So that some tokens are not in V_safe."""
+        *others, settings = inputs
+        rollouts.append(sample(*others, replace(settings, min_p=0.0)))
         return rollouts[-1]
 
-    monkeypatch.setattr(lopti, "sample", recorded)
+    def rounded_entropy(logits):
+        """Rounding of entropies after the same prefix must not decide which are kept."""
+        return entropy(logits).round(decimals=9)
+
+    monkeypatch.setattr(lopti, "sample", sample_without_min_p)
+    monkeypatch.setattr(lopti, "entropy", rounded_entropy)
     monkeypatch.setattr(lopti, "stapo_mask", functools.partial(lopti.stapo_mask, **STAPO))
-    monkeypatch.setattr(lopti, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    # the rounding of entropies after the same prefix must not decide which are kept
-    rounded = lambda logits, of=lopti.entropy: of(logits).round(decimals=9)
-    monkeypatch.setattr(lopti, "entropy", rounded)
     policy = random_model(hidden_size=16, eos_token_id=ENDS, attention_dropout=0.5).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
-    start, plain = copy.deepcopy(policy), copy.deepcopy(policy)
-    args, metrics = trained(policy, flags, tmp_path, monkeypatch)
-    expected, samples = zip(*plain_training(plain, rollouts, TRAINING[flags].split(), args))
-    assert metrics == [pytest.approx(line, rel=1e-3, abs=1e-4) for line in expected]
-    kept_samples = [tuple(row.values()) for row in read_jsonl(tmp_path / "run" / "samples.jsonl")]
-    assert kept_samples == list(itertools.chain(*samples))
-    happens = {name for line in metrics for name, value in line.items() if value}
-    assert all(f"clip_ratio/{name}_mean" in happens for name in CLIPS)
+    start = weights(policy)
+    plain = copy.deepcopy(policy)
+    settings, lines = trained(policy, flags, tmp_path, monkeypatch)
+    passes = TRAINING[flags].split()
+    expected, samples = plain_training(plain, rollouts, passes, settings)
+    assert lines == [pytest.approx(line, rel=1e-3, abs=1e-4) for line in expected]
+    assert read_jsonl(tmp_path / "run" / "samples.jsonl") == samples
+    moved = (weights(plain) - start).norm()
+    assert moved > 1
+    assert (weights(policy) - weights(plain)).norm() < 1e-3 * moved
+    # What could go wrong has happened: every clip, responses of several lengths, a long gradient.
+    happens = {name for line in lines for name, value in line.items() if value}
+    assert {f"clip_ratio/{name}_mean" for name in CLIPS} <= happens
     assert ("masked_tokens" in happens) == ("stapo" in flags or "entropy" in flags)
-    assert max(x for line in metrics for name, x in line.items() if "grad_norm" in name) > 0.4
-    assert 0 < metrics[0]["completions/clipped_ratio"] < 1  # responses of several lengths
-    moved = (weights(plain) - weights(start)).norm()
-    assert moved > 1 and (weights(policy) - weights(plain)).norm() < 1e-3 * moved
+    assert 0 < lines[0]["completions/clipped_ratio"] < 1
+    norms = [line[f"grad_norm/{name}"] for line in lines for name in passes]
+    assert max(norms) > settings.max_grad_norm
 
 
 @pytest.mark.parametrize("order", ["low-high", "high-low", "low", "high"])
 def test_no_token_on_one_side_of_eta(order, tmp_path, monkeypatch):
     """The empty pass takes no step. Every line has the same keys, also where rewards are equal."""
-    values = iter([[0.0, 1.0] * 6, [0.0] * 12])
-    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(values))
-    start, model = random_model(), random_model()
+    rewards = iter([[0.0, 1.0] * 6, [0.0] * 12])
+    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(rewards))
+    start = random_model()
+    model = random_model()
     flags = f"--eta 1e-9 --kl-coef 0 --order {order} "
     _, (first, second) = trained(model, flags, tmp_path, monkeypatch)
     for name in order.split("-"):
         assert (first[f"grad_norm/{name}"] > 0) == (name == "high")
-    assert torch.equal(weights(model), weights(start)) == (order == "low")
-    assert (first["optimizer_steps"] == 0) == (order == "low") and second["optimizer_steps"] == 0
+    has_learned = order != "low"
+    assert torch.equal(weights(model), weights(start)) != has_learned
+    assert (first["optimizer_steps"] > 0) == has_learned
+    assert second["optimizer_steps"] == 0
     assert first.keys() == second.keys()
 
 
-def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
-    """Weights become float32. The tokenizer's end is both: prompts with it inside, and padded
-    right by other programs, are answered as with the bundled tokenizer."""
-    model, tokenizer = random_model(eos_token_id=None).bfloat16(), copy.deepcopy(TOKENIZER)
-    tokenizer.pad_token, tokenizer.padding_side = None, "right"
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path)
-    model, tokenizer = lopti.load_model(tmp_path, "cpu")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert not model.training
-    prompts = [f"{prompt}{tokenizer.eos_token}So Lily" for prompt in PROMPTS]
-    answers = [sample(model, prompts, each).texts for each in (tokenizer, TOKENIZER)]
-    assert tokenizer.pad_token == tokenizer.eos_token and answers[0] == answers[1]
+def test_large_rewards_that_differ_little_teach(tmp_path, monkeypatch):
+    """1e8 + 0 to 3: float32 has steps of 8 there, and no group would differ."""
+    rewards = [1e8 + number % 4 for number in range(12)]
+    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: rewards)
+    start = random_model()
+    model = random_model()
+    _, lines = trained(model, "--kl-coef 0", tmp_path, monkeypatch)
+    assert lines[0]["frac_reward_zero_std"] == 0
+    assert lines[0]["reward_std"] == pytest.approx(statistics.stdev(range(4)))
+    assert lines[0]["reward"] == 1e8 + 1.5
+    assert not torch.equal(weights(model), weights(start))
+
+
+def test_accuracy_in_training_counts_a_sum_of_parts(tmp_path, monkeypatch):
+    """.7 + .2 + .1 solves with --solved-reward 1."""
+    rewards = [0.7 + 0.2 + 0.1, 0.9] * 6
+    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: rewards)
+    _, lines = trained(random_model(), "--steps 1", tmp_path, monkeypatch)
+    assert lines[0]["accuracy"] == 0.5
+
+
+def test_while_it_samples_there_are_no_gradients(tmp_path, monkeypatch):
+    """They would take as much memory as the weights: kk.flags fits without them only."""
+    policy = random_model()
+    kept = []
+
+    def look(*call):
+        kept.append(any(parameter.grad is not None for parameter in policy.parameters()))
+
+    spy(monkeypatch, lopti, "sample", look)
+    trained(policy, "", tmp_path, monkeypatch)
+    assert kept == [False, False]
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -801,50 +1146,87 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
 
     The temperature divides logits that are float32 already.
     """
-    policy, seen, divided = random_model("Qwen2", tie_word_embeddings=tied), set(), []
+    policy = random_model("Qwen2", tie_word_embeddings=tied)
+    before = weights(policy)
+    computed = set()  # dtypes of the layers' outputs
+    kept = set()  # dtypes of gradients, weights and log-probabilities
+    divided = []
+
+    def look_at_layer(layer, inputs, output):
+        computed.add(output.dtype)
+
+    def look_at_logits(head, inputs, output):
+        divided.append(output.float() / 0.7)
+
+    def look_at_token_logits(logits, *inputs):
+        assert torch.equal(logits, divided[-1])
+
+    def look_at_gradients(*call):
+        kept.update((gradient(policy).dtype, weights(policy).dtype))
+
     for module in policy.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda *call: seen.add(call[2].dtype))
-    policy.lm_head.register_forward_hook(lambda *call: divided.append(call[2].float() / 0.7))
-    look = lambda logits, *_: kept.add(torch.equal(logits, divided[-1]))
-    spy(monkeypatch, lopti, "token_logits", look)
-    kept, before = set(), weights(policy)  # of gradients, weights and log-probabilities
-    look = lambda *_: kept.update((gradient(policy).dtype, weights(policy).dtype))
-    spy(monkeypatch, torch.nn.utils, "clip_grad_norm_", look)
+            module.register_forward_hook(look_at_layer)
+    policy.lm_head.register_forward_hook(look_at_logits)
+    spy(monkeypatch, lopti, "token_logits", look_at_token_logits)
+    spy(monkeypatch, torch.nn.utils, "clip_grad_norm_", look_at_gradients)
     spy(monkeypatch, lopti, "token_logprobs", lambda logprobs, *_: kept.add(logprobs.dtype))
     flags = "--dtype bfloat16 --kl-coef 0.1 --steps 1 --mini-batch-size 0 --stapo "
     flags += "--tokens-per-microbatch 9999"
     _, (line,) = trained(policy, flags, tmp_path, monkeypatch)
-    assert line["kl"] == 0 < line["grad_norm/all"] and seen == {torch.bfloat16}
-    assert kept == {torch.float32, True} and not torch.equal(weights(policy), before)
-    assert lopti.make_reference(policy, arguments("--kl-coef 0")) is None
+    assert line["kl"] == 0
+    assert line["grad_norm/all"] > 0
+    assert computed == {torch.bfloat16}
+    assert kept == {torch.float32}
+    assert not torch.equal(weights(policy), before)
+
+
+def test_without_kl_there_is_no_reference_model():
+    """It would take as much memory as the weights."""
+    model = random_model()
+    assert lopti.make_reference(model, lopti.Settings(kl_coef=0.0)) is None
+    reference = lopti.make_reference(model, lopti.Settings())
+    assert not any(parameter.requires_grad for parameter in reference.parameters())
+
+
+# ------------------------------------------------------------------------------ evaluation
 
 
 @pytest.mark.parametrize("place", ["cpu", "cuda:1"])
 def test_evaluation_counts(place, monkeypatch):
     """'7' when greedy, and in every second sample of the first prompts; of the last, never."""
-    levels, truths, seen, forked = ["10", "10", "10", "2", "2"], "77877", [], []
-    rows = [{**data_row("?", x), "difficulty": y} for x, y in zip(truths, levels)]
+    rows = []
+    for solution, level in zip("77877", ["10", "10", "10", "2", "2"]):
+        rows.append({**data_row("?", solution), "difficulty": level})
+    sampled = []
+    forked = []
+    seeds = []
 
-    def fake_sample(model, tokenizer, prompts, group_size, temperature, args):
-        seen.append((torch.initial_seed(), group_size, temperature))
-        number = torch.arange(len(prompts) * group_size)
-        texts = ["no" if temperature and (i % 2 or i > 15) else r"\boxed{7}" for i in number]
+    def fake_sample(model, tokenizer, prompts, group_size, temperature, settings):
+        sampled.append((torch.initial_seed(), group_size, temperature))
+        texts = []
+        for i in range(len(prompts) * group_size):
+            is_wrong = temperature and (i % 2 or i > 15)
+            texts.append("no" if is_wrong else r"\boxed{7}")
         return SimpleNamespace(texts=texts)
 
-    seeds = []  # of all devices, not of the CPU alone
+    def fake_fork(devices, device_type):
+        forked.extend([devices, device_type])
+        return nullcontext()
+
+    # the seed of all devices, not of the CPU alone
     spy(monkeypatch, torch, "manual_seed", lambda _, seed: seeds.append(seed))
-    fork = lambda devices, device_type: nullcontext(forked.extend([devices, device_type]))
     monkeypatch.setattr(lopti, "sample", fake_sample)
-    monkeypatch.setattr(torch.random, "fork_rng", fork)
+    monkeypatch.setattr(torch.random, "fork_rng", fake_fork)
     policy = SimpleNamespace(device=torch.device(place))
-    args = arguments("--task math --seed 7 --temperature 0.7")
-    table, answered = lopti.evaluate(policy, TOKENIZER, rows, args)
-    assert seen == [(8, 1, 0), (8, 4, 1)] and seeds == [8]
+    settings = settings_of("--task math --seed 7 --temperature 0.7")
+    table, answers = lopti.evaluate(policy, TOKENIZER, rows, settings)
+    assert sampled == [(8, 1, 0), (8, 4, 1)]
+    assert seeds == [8]
     assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
-    assert answered[0][1:3] == [(r"\boxed{7}", 1.0), ("no", 0.0)]
-    lines = rewards.TASKS["math"].table_text({"before": table, "after": table}).splitlines()
-    assert [re.sub(" +", " ", line).strip() for line in lines] == [
+    assert answers[0][1:3] == [(r"\boxed{7}", 1.0), ("no", 0.0)]
+    lines = lopti.table_text({"before": table, "after": table}, "level").splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
         "level prompts before after",
         "greedy 10 3 0.67 [0.21, 0.94] 0.67 [0.21, 0.94]",
         "greedy 2 2 1.00 [0.34, 1.00] 1.00 [0.34, 1.00]",
@@ -859,84 +1241,217 @@ def test_evaluation_counts(place, monkeypatch):
     ]
 
 
-# ------------------------------------------------------------------------------ flags and runs
+def one_line_table(accuracy):
+    """A table of `tally`, of one difficulty."""
+    return {"2": {"prompts": 4, "greedy": (accuracy, 0, 1), "reward": accuracy}}
 
-PAPER = {"prompts_per_step": 64, "group_size": 8, "temperature": 0.7, "max_new_tokens": 4096}
-PAPER |= {"learning_rate": 1e-6, "mini_batch_size": 256, "clip_low": 0.2, "clip_high": 0.24}
-PAPER |= {"kl_coef": 0.001, "clip_dual": 10.0, "weight_decay": 0.01, "max_grad_norm": 1.0}
-OURS = {"prompts_per_step": 16, "temperature": 1.0, "max_new_tokens": 256, "mini_batch_size": 64}
-OURS |= {"learning_rate": 1e-4, "steps": 24, "alpha": 0, "eta": 0, "passes": 1, "eval_samples": 4}
-SETTINGS = {  # of these flags
-    "": {**PAPER, **OURS, "solved_reward": 3, "model": str(TINY), "dtype": "float32"},
-    "--task math": {"solved_reward": 1, "prompts_per_step": 64, "mini_batch_size": 256},
-    f"@{ROOT}/data/kk.flags": {**PAPER, "steps": 351, "task": "kk", "dtype": "bfloat16"},
-    f"@{ROOT}/data/math.flags": {**PAPER, "steps": 781, "task": "math", "solved_reward": 1},
+
+def greedy_answers(*rewards):
+    return [("<think></think> b", reward) for reward in rewards]
+
+
+def test_what_a_run_tells_at_its_end(capsys):
+    """Before and after, the shortest puzzle that became right, first and last numbers."""
+    rows = [{"asked": text} for text in ("long, became right", "became right", "was right", "")]
+    before = {"step": 0, "table": one_line_table(0.25), "greedy": greedy_answers(-3, 0, 3, 0)}
+    after = {"step": 9, "table": one_line_table(0.75), "greedy": greedy_answers(3, 3, 3, 0)}
+    steps = []
+    for accuracy in (0.25, 0.5, 1.0):
+        line = {"accuracy": accuracy, "low_probability_share": accuracy / 2}
+        steps.append({**line, "grad_norm/low": 2 * accuracy, "frac_reward_zero_std": 0.5})
+    lopti.report({"evaluations": [before, after], "metrics": steps}, rows, settings_of())
+    text = capsys.readouterr().out
+    assert "after 9 steps" in text
+    assert re.search(r"people +prompts +before +after\n", text)
+    assert re.search(r"greedy +mean +0.25 +0.75\n", text)
+    assert "\nbecame right\nbefore: b\nafter:  b\n" in text
+    assert "nothing was" not in text
+    found = re.findall(r"^(\S+) +(\S+) → (\S+)$", text, re.MULTILINE)
+    assert found == [
+        ("accuracy", "0.25", "1.00"),
+        ("low_probability_share", "0.12", "0.50"),
+        ("grad_norm/low", "0.50", "2.00"),
+    ]
+    lopti.report({"evaluations": [before], "metrics": []}, rows, settings_of())
+    assert "learned" not in capsys.readouterr().out
+
+
+def test_eval_only_shows_three_answers_and_leaves_no_run(tmp_path, capsys):
+    """Tags as the model wrote them, without its end-of-sequence token."""
+    few = tmp_path / "few.jsonl"
+    write_jsonl(few, read_jsonl(ROOT / "data" / "kk_test.jsonl")[197:203])
+    flags = f"--eval-only --eval-data {few} --output {tmp_path} --eval-samples 1 "
+    assert main(flags + "--max-new-tokens 150") == 0
+    output = capsys.readouterr().out
+    shown = re.findall(r"--- .*?meet (\d)", output, re.DOTALL)
+    assert shown == ["2", "2", "3"]  # of three puzzles each
+    assert output.count("[greedy, reward ") == 3
+    assert output.count("[sample 1, reward ") == 3
+    assert output.count("solution: (1)") == 3
+    assert "<answer>" in output
+    assert TOKENIZER.eos_token not in output
+    assert re.search(r"greedy +mean", output)
+    assert list(tmp_path.iterdir()) == [few]
+
+
+def test_eval_size_and_samples_of_zero(tmp_path, capsys, monkeypatch):
+    """All prompts are evaluated, all at a time, and none is sampled."""
+    few = tmp_path / "few.jsonl"
+    write_jsonl(few, read_jsonl(ROOT / "data" / "kk_test.jsonl")[195:205])
+    bars = []
+    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: bars.append(bar.total))
+    sizes = []
+    spy(monkeypatch, lopti, "sample", lambda rollout, *_: sizes.append(len(rollout.texts)))
+    flags = f"--eval-only --eval-data {few} --output {tmp_path} --max-new-tokens 2 "
+    assert main(flags + "--eval-size 0 --sample-batch-size 0 --eval-samples 0") == 0
+    assert sizes[-1] == 10
+    assert bars[-1] == 1
+    assert "avg@" not in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------- settings and the command line
+
+PAPER = {
+    "prompts_per_step": 64,
+    "group_size": 8,
+    "temperature": 0.7,
+    "max_new_tokens": 4096,
+    "learning_rate": 1e-6,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+    "mini_batch_size": 256,
+    "clip_low": 0.2,
+    "clip_high": 0.24,
+    "clip_dual": 10.0,
+    "kl_coef": 0.001,
+    "advantage": "grpo",
+    "passes": 1,
+}
+KK = "K-and-K/knights-and-knaves"
+SIZES = "3ppl+4ppl+5ppl+6ppl+7ppl"
+KK_RUN = {
+    **PAPER,
+    "task": "kk",
+    "model": "Qwen/Qwen2.5-3B-Instruct",
+    "data": f"{KK}:train:{SIZES}",
+    "eval_data": f"{KK}:test:{SIZES}",
+    "people": [3, 4, 5, 6, 7],
+    "steps": 351,
+    "solved_reward": 3,
+    "dtype": "bfloat16",
+    "gradient_checkpointing": True,
+}
+MATH_RUN = {
+    **PAPER,
+    "task": "math",
+    "model": "Qwen/Qwen2.5-3B",
+    "data": "agentica-org/DeepScaleR-Preview-Dataset",
+    "eval_data": "HuggingFaceH4/MATH-500::test",
+    "steps": 781,
+    "solved_reward": 1,
+    "dtype": "bfloat16",
+    "gradient_checkpointing": True,
+}
+OURS = {
+    **PAPER,
+    "alpha": 0,
+    "eta": 0,
+    "prompts_per_step": 16,
+    "temperature": 1.0,
+    "max_new_tokens": 256,
+    "mini_batch_size": 64,
+    "learning_rate": 1e-4,
+    "steps": 24,
+    "save_every": 10,
+    "eval_samples": 4,
+    "solved_reward": 3,
+    "dtype": "float32",
 }
 
 
-@pytest.mark.parametrize("flags", SETTINGS)
-def test_the_paper_s_and_our_settings(flags):
-    args = vars(arguments(flags))
-    assert {name: args[name] for name in SETTINGS[flags]} == SETTINGS[flags]
-    assert arguments(f"{flags} --steps 9").steps == 9  # a later flag wins
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("", OURS),
+        ("--task math", {**OURS, "solved_reward": 1}),
+        (f"@{ROOT}/data/kk.flags", KK_RUN),
+        (f"@{ROOT}/data/math.flags", MATH_RUN),
+    ],
+)
+def test_the_paper_s_and_our_settings(flags, expected):
+    """Another value is another method, a run out of memory, or one without checkpoints."""
+    settings = vars(settings_of(flags))
+    assert {name: settings[name] for name in expected} == expected
+    assert settings_of(f"{flags} --steps 9").steps == 9  # a later flag wins
+
+
+def test_a_flag_is_a_setting_and_its_limits_hold_for_both():
+    """lopti.Settings(alpha=2) is refused as --alpha 2 is; both ends of the limits are allowed."""
+    flags = "--alpha 1 --eta 1 --order high --top-entropy 1 --passes 2 --people 2 5 --stapo"
+    changes = {"alpha": 1.0, "eta": 1.0, "order": "high", "top_entropy": 1.0, "passes": 2}
+    changes |= {"people": [2, 5], "stapo": True}
+    assert settings_of(flags) == lopti.Settings(**changes)
+    assert lopti.Settings(alpha=0, eta=0, kl_coef=0, steps=0, seed=2**32 - 1).steps == 0
+    wrong = [{"alpha": 1.01}, {"alpha": -0.1}, {"alpha": math.nan}, {"eta": 1.5}, {"passes": 0}]
+    wrong += [{"group_size": 1}, {"order": "low"}, {"advantage": "ppo"}, {"task": "chess"}]
+    wrong += [{"learning_rate": math.inf}, {"mini_batch_size": 10**20}, {"seed": 2**32}]
+    wrong += [{"solved_reward": math.nan}, {"reward": "mine:f"}]
+    for change in wrong:
+        (name,) = change
+        with pytest.raises(lopti.UserError, match="--" + name.replace("_", "-")):
+            lopti.Settings(**change)
+
+
+@pytest.mark.parametrize("given", ["0", "0.0", "-1"])
+def test_a_solved_reward_of_zero_counts(given):
+    assert settings_of(f"--solved-reward {given}").solved_reward == float(given)
+    settings = settings_of(f"--reward {__name__}:exits --solved-reward {given}")
+    assert settings.solved_reward == float(given)
 
 
 def test_help_names_every_flag_and_the_pages_no_other():
+    """A flag or function that a page names and that does not exist stops a reader."""
     text = lopti.build_parser().format_help()
-    for name in vars(arguments()).keys() - {"weight_decay", "max_grad_norm", "clip_dual"}:
-        assert "--" + name.replace("_", "-") in text
-    pages = (ROOT / "README.md", ROOT / "data" / "GUIDE.md")
-    readme = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    for command in re.findall(r"python lopti\.py[^\n`]*", readme):
-        assert all(flag in text for flag in re.findall(r"--[a-z][a-z-]*", command)), command
-    for name in re.findall(r"(?<!\.)\b([a-z_]+)\(\)", readme):
-        assert any(hasattr(module, name) for module in (lopti, rewards, theory)), name
+    flags = {lopti.flag(each.name) for each in fields(lopti.Settings)} | {"--help"}
+    assert flags == set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    for command in re.findall(r"python lopti\.py[^\n`]*", readme + guide):
+        assert set(re.findall(r"--[a-z][a-z-]*", command)) <= flags, command
+    (box,) = [block for block in readme.split("```") if "training_step()" in block]
+    for name in re.findall(r"\b([a-z_]+)\(\)", box):
+        assert hasattr(lopti, name), name
 
 
-def test_resume_changes_only_what_does_not_change_the_run(tmp_path, capsys):
-    config = vars(arguments("--alpha 0.3"))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    free = "--steps 9 --sample-batch-size 1 --tokens-per-microbatch 9 --gradient-checkpointing "
-    args = arguments(f"--resume {tmp_path} --save-every 1 --eval-every 2 --device cpu {free}")
-    assert sum(value != config[name] for name, value in vars(args).items()) == 8
-    assert args.alpha == 0.3
-    for flag in ("--alpha 0.3", "--stapo", "--people 2", "--seed 1", "--name n"):
-        refusal = refused(capsys, f"--resume {tmp_path} {flag}")
-        assert f"cannot change {flag.split()[0][2:]}" in refusal
+# ------------------------------------------------------------------------------ runs and resume
 
 
-FOLDER = (
-    tempfile.TemporaryDirectory()
-)  # of a small model and few rows, so that a run takes a second
-SMALL = Path(FOLDER.name)
-for part in (random_model(), TOKENIZER):
-    part.save_pretrained(SMALL)
+TEMPORARY = tempfile.TemporaryDirectory()
+SMALL = Path(TEMPORARY.name)  # a small model and few rows, so that a run takes a second
+SURE = random_model()
+SURE.lm_head.weight.data.mul_(8)  # some tokens on each side of η
+save_both(SURE, TOKENIZER, SMALL)
 for use in ("train", "test"):
     write_jsonl(SMALL / f"{use}.jsonl", read_jsonl(ROOT / "data" / f"kk_{use}.jsonl")[:20])
 ROWS = f"--data {SMALL}/train.jsonl --eval-data {SMALL}/test.jsonl --people 2 "
 FLAGS = (
     f"--model {SMALL} {ROWS}"
     "--steps 4 --save-every 2 --alpha 0.3 --eta 0.5 --prompts-per-step 2 --group-size 4 "
-    "--max-new-tokens 24 --mini-batch-size 4 --eval-size 1 --eval-samples 1 --eval-every 2 "
+    "--max-new-tokens 12 --mini-batch-size 4 --eval-size 1 --eval-samples 1 --eval-every 2 "
     f"--reward {__name__}:vowels_modulo_3 --solved-reward 1 "
 )
-PROCESSES = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
-PROCESSES.set_forkserver_preload(["torch", "transformers", "datasets", "lopti"])
 
 
 def main(flags):
     return lopti.main(flags.split())
 
 
-def lasting_metrics(folder):
-    """The rows of metrics.jsonl without what differs between two runs of the same command."""
-    rows = read_jsonl(folder / "metrics.jsonl")
-    return [{key: row[key] for key in row if not key.startswith("seconds")} for row in rows]
-
-
 def assert_same_run(folder, other):
     """The same metrics, samples and evaluations, and the same files in final/, to the last bit."""
-    assert lasting_metrics(folder) == lasting_metrics(other)
+    for mine, its in zip(
+        read_jsonl(folder / "metrics.jsonl"), read_jsonl(other / "metrics.jsonl"), strict=True
+    ):
+        assert {**mine, "seconds": 0} == {**its, "seconds": 0}
     names = ["samples.jsonl", "evaluations.jsonl"]
     names += [f"final/{path.name}" for path in (other / "final").iterdir()]
     for name in names:
@@ -946,10 +1461,9 @@ def assert_same_run(folder, other):
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     """Four steps of AR + Lopti without an interruption."""
-    folder, output = tmp_path_factory.mktemp("runs"), io.StringIO()
-    with redirect_stdout(output):
+    folder = tmp_path_factory.mktemp("runs")
+    with redirect_stdout(io.StringIO()):
         assert main(FLAGS + f"--name finished --output {folder}") == 0
-    assert re.search(r"people +prompts +before +after\ngreedy ", output.getvalue())
     return folder / "finished"
 
 
@@ -958,69 +1472,99 @@ def run_copy(finished_run, tmp_path):
     return Path(shutil.copytree(finished_run, tmp_path / "copy"))
 
 
-def test_what_a_run_tells_at_its_end(capsys):
-    """By hand: before and after, the shortest puzzle that became right, first and last numbers."""
-    rows = [{"asked": text} for text in ("long, became right", "became right", "was right", "")]
-    greedy = lambda *rewards: [("<think></think> b", reward) for reward in rewards]
-    tables = [{"2": {"prompts": 4, "greedy": (x, 0, 1), "reward": (x,)}} for x in (0.25, 0.75)]
-    evaluations = [
-        {"step": step, "table": table, "greedy": answers}
-        for step, table, answers in zip((0, 9), tables, (greedy(-3, 0, 3, 0), greedy(3, 3, 3, 0)))
-    ]
-    steps = [{"accuracy": x, "low_probability_share": x / 2} for x in (0.25, 0.5, 1.0)]
-    steps = [{**line, "grad_norm/low": 2 * line["accuracy"]} for line in steps]
-    lopti.report({"evaluations": evaluations, "metrics": steps}, rows, arguments())
-    text = capsys.readouterr().out
-    assert "after 9 steps" in text and re.search(r"greedy +mean +0.25 +0.75\n", text)
-    assert "\nbecame right\nbefore: b\nafter:  b\n" in text
-    assert "▃▅█" in text and "grad_norm/high" not in text
-    found = re.findall(r"^(\S+) +(\S+) → (\S+)$", text, re.MULTILINE)
-    assert found == [
-        ("accuracy", "0.25", "1.00"),
-        ("low_probability_share", "0.12", "0.50"),
-        ("grad_norm/low", "0.50", "2.00"),
-    ]
-    lopti.report({"evaluations": evaluations[:1], "metrics": []}, rows, arguments())
-    assert "learned" not in capsys.readouterr().out
-
-
 def test_what_a_run_leaves_behind(finished_run):
     steps = read_jsonl(finished_run / "metrics.jsonl")
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     config = json.loads((finished_run / "config.json").read_text())
-    assert config["alpha"] == 0.3 and config["torch"] == torch.__version__
-    assert [row["step"] for row in read_jsonl(finished_run / "evaluations.jsonl")] == [0, 2, 4]
+    assert config["alpha"] == 0.3
+    assert config["torch"] == torch.__version__
+    evaluations = read_jsonl(finished_run / "evaluations.jsonl")
+    assert [row["step"] for row in evaluations] == [0, 2, 4]
+    for line in steps:
+        assert 0 < line["low_probability_share"] < 1
+        assert min(line["grad_norm/low"], line["grad_norm/high"]) > 0
     samples = read_jsonl(finished_run / "samples.jsonl")
     assert [row["step"] for row in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     assert samples[0]["prompt"] != samples[1]["prompt"]  # of two groups
-    before, after = (lopti.load_model(path, "cpu")[0] for path in (SMALL, finished_run / "final"))
+    before, _ = lopti.load_model(SMALL, "cpu")
+    after, _ = lopti.load_model(finished_run / "final", "cpu")
     assert not torch.equal(weights(before), weights(after))
+    names = {path.name for path in finished_run.iterdir()}
+    lines = {"metrics.jsonl", "samples.jsonl", "evaluations.jsonl"}
+    assert names == {"config.json", "checkpoint.pt", "final", *lines}
 
 
-@pytest.mark.parametrize("calls", [0, 4, 5, 9])  # of `sample`: check, evaluations, steps
-def test_stopped_and_resumed_to_the_last_bit(calls, finished_run, tmp_path, monkeypatch, capsys):
-    """Ctrl-C in an evaluation, in a step, after a checkpoint: the same batches, samples, lines."""
-    folder, numbers = tmp_path / "stopped", iter([[]] * calls + [[signal.SIGINT]])
-    ask = lambda *_: [signal.raise_signal(number) for number in next(numbers, [])]
-    spy(monkeypatch, lopti, "sample", ask)
-    assert main(FLAGS + f"--name stopped --output {tmp_path}") == 130
-    told = capsys.readouterr().err
-    monkeypatch.undo()
-    if calls == 0:  # no run has begun
+def test_a_library_call_is_the_same_run(finished_run, tmp_path, capsys):
+    """lopti.train(lopti.Settings(...)) trains, and returns the folder."""
+    settings = settings_of(FLAGS)
+    changed = {}
+    for name, value in asdict(settings).items():
+        if value != getattr(lopti.Settings(), name):
+            changed[name] = value
+    folder = lopti.train(lopti.Settings(**{**changed, "name": "called", "output": str(tmp_path)}))
+    assert folder == tmp_path / "called"
+    assert_same_run(folder, finished_run)
+
+
+def stop_at(monkeypatch, name, call, number):
+    """A signal after the nth call of a function of lopti.py: 1 is the first."""
+    calls = itertools.count(1)
+
+    def stop(*inputs):
+        if next(calls) == call:
+            signal.raise_signal(number)
+
+    spy(monkeypatch, lopti, name, stop)
+
+
+@pytest.mark.parametrize(
+    "name, call, number, saved",
+    [
+        ("evaluate", 1, signal.SIGINT, None),  # nothing has come of the run
+        ("training_step", 1, signal.SIGTERM, 0),
+        ("evaluate", 2, signal.SIGINT, 0),  # after step 2, before its checkpoint
+        ("training_step", 3, signal.SIGTERM, 2),
+        ("evaluate", 3, signal.SIGINT, 2),
+    ],
+)
+def test_stopped_and_resumed_to_the_last_bit(
+    name, call, number, saved, finished_run, tmp_path, monkeypatch, capsys
+):
+    """Ctrl-C or a kill: one line says what to do, and then come the same batches and lines."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with monkeypatch.context() as patch:
+        stop_at(patch, name, call, number)
+        assert main(FLAGS + f"--name stopped --output {tmp_path}") == 130
+    signal.signal(signal.SIGTERM, before)
+    (told,) = capsys.readouterr().err.splitlines()
+    folder = tmp_path / "stopped"
+    if saved is None:
+        assert f"{folder} has no checkpoint yet" in told
+        assert not folder.exists()
         return
-    saved = int(re.search(r"--resume \S+ goes on after step (\d)", told)[1])
-    assert saved == 2 * (calls > 4) + 2 * (calls > 8)
+    if saved == 0:
+        assert f"{folder} has no checkpoint yet" in told
+        advice = f"--resume {folder}"
+    else:
+        advice = re.search(r"(--resume \S+) goes on after step (\d)", told)
+        assert advice[2] == str(saved)
+        advice = advice[1]
     with open(folder / "metrics.jsonl", "a") as stream:
         stream.write('{"step": 3')  # torn by a crash
-    assert main(f"--resume {folder}") == 0
+    assert main(advice) == 0
     assert_same_run(folder, finished_run)
+
+
+PROCESSES = multiprocessing.get_context("forkserver")  # which imports torch once for all of them
+PROCESSES.set_forkserver_preload(["torch", "transformers", "datasets", "lopti"])
 
 
 @slow
 @pytest.mark.parametrize("seed", range(int(os.environ.get("LOPTI_KILLS", "3"))))
 def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     """SIGKILL at two random moments; the same bits. LOPTI_KILLS=20 for more."""
-    folder, rng = tmp_path / "killed", random.Random(seed)
+    folder = tmp_path / "killed"
+    rng = random.Random(seed)
     flags = FLAGS + f"--name killed --output {tmp_path}"
     for _ in range(2):
         process = PROCESSES.Process(target=main, args=(flags,))
@@ -1036,15 +1580,48 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
     assert_same_run(folder, finished_run)
 
 
-def refused(capsys, flags):
-    """The one sentence with which the program refuses: exit code 2, no traceback."""
-    try:
-        code = main(flags)
-    except SystemExit as stop:  # by argparse
-        code = stop.code
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert code == 2 and len(lines) == 1 and re.match(r"\S+\.py: ", lines[0]), (code, lines)
-    return lines[0]
+def test_more_steps_later_are_the_same_run(finished_run, tmp_path, capsys):
+    """The evaluation after step 2 is in the checkpoint of step 2, and is not made again."""
+    assert main(FLAGS + f"--name longer --output {tmp_path} --steps 2") == 0
+    folder = tmp_path / "longer"
+    assert main(f"--resume {folder} --steps 4") == 0
+    assert_same_run(folder, finished_run)
+
+
+def test_what_the_seed_seeds(tmp_path, monkeypatch, capsys):
+    """Training has the seed, every evaluation the next; zeros: two evaluations, no checkpoint."""
+    seeds = []
+    spy(monkeypatch, lopti, "sample", lambda *_: seeds.append(torch.initial_seed()))
+    flags = FLAGS + f"--task math --steps 2 --seed 5 --output {tmp_path} --save-every 0 "
+    assert main(flags + "--eval-every 0") == 0
+    assert seeds[-6:] == [6, 6, 5, 5, 6, 6]  # greedy and sampled, around two steps
+    assert not list(tmp_path.glob("*/checkpoint.pt"))
+
+
+def test_resume_changes_only_what_does_not_change_the_run(run_copy, capsys):
+    """A flag with the run's own value is no change."""
+    free = "--steps 9 --sample-batch-size 1 --tokens-per-microbatch 9 --gradient-checkpointing "
+    free += "--save-every 1 --eval-every 1 --device cpu "
+    own = "--alpha 0.3 --people 2 --seed 0 --mini-batch-size 4 "
+    settings = vars(settings_of(f"--resume {run_copy} {free} {own}"))
+    config = json.loads((run_copy / "config.json").read_text())
+    changed = {name for name, value in settings.items() if value != config[name]}
+    names = [flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", free)]
+    assert changed == {"resume", *names}
+    assert settings["alpha"] == 0.3
+    for flag in ("--alpha 0.4", "--stapo", "--people 2 3", "--seed 1", "--name n"):
+        told = refused(capsys, f"--resume {run_copy} {flag}")
+        assert f"cannot change {flag.split()[0]}:" in told
+
+
+def test_a_run_of_another_version_is_told(run_copy, capsys):
+    """Not *name the folder*, which was right."""
+    config = json.loads((run_copy / "config.json").read_text())
+    del config["alpha"]
+    (run_copy / "config.json").write_text(json.dumps(config))
+    told = refused(capsys, f"--resume {run_copy}")
+    assert "config.json lacks alpha" in told
+    assert "start a new run" in told
 
 
 def test_a_damaged_checkpoint_is_named(run_copy, capsys):
@@ -1057,155 +1634,300 @@ def test_a_damaged_checkpoint_is_named(run_copy, capsys):
         assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
 
 
-def test_no_room_or_another_process_leaves_the_checkpoint(run_copy, capsys, monkeypatch):
-    """A full disk, a full memory: both are told, and what to do."""
+def full_disk(self, path, *inputs, **options):
+    Path(path).mkdir(exist_ok=True)
+    (Path(path) / "half a file").write_bytes(b"half")
+    raise OSError(28, "No space left on device")
 
-    def full(state, path):
-        Path(path).write_bytes(b"half a file")
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_final(run_copy, capsys, monkeypatch):
+    """Else a crash leaves neither model. It is told, and what to do."""
+    checkpoint = (run_copy / "checkpoint.pt").read_bytes()
+    final = (run_copy / "final" / "model.safetensors").read_bytes()
+
+    def half_a_checkpoint(state, path):
+        Path(path).write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    def out_of_memory(*inputs):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    checkpoint = (run_copy / "checkpoint.pt").read_bytes()
-    for place, name, fails, advice in (
-        (torch, "save", full, "--resume goes on"),
-        (lopti, "score", out_of_memory, "--tokens-per-microbatch"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, fails)
-            assert advice in refused(capsys, f"--resume {run_copy} --steps 5")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", half_a_checkpoint)
+        assert "--resume goes on" in refused(capsys, f"--resume {run_copy} --steps 5")
     assert (run_copy / "checkpoint.pt").read_bytes() == checkpoint
-    fcntl = pytest.importorskip("fcntl")  # which locks also against the same process
-    with (run_copy / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        assert "another process" in refused(capsys, f"--resume {run_copy}")
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.PreTrainedModel, "save_pretrained", full_disk)
+        assert "--resume goes on" in refused(capsys, f"--resume {run_copy} --steps 5")
+    assert (run_copy / "final" / "model.safetensors").read_bytes() == final
     assert main(f"--resume {run_copy} --steps 5") == 0
     assert torch.load(run_copy / "checkpoint.pt", weights_only=True)["step"] == 5
+    assert (run_copy / "final" / "model.safetensors").read_bytes() != final
 
 
-def test_what_the_seed_seeds(tmp_path, monkeypatch):
-    """Training has the seed, every evaluation the next; zeros: two evaluations, no checkpoint."""
-    seeds = []
-    spy(monkeypatch, lopti, "sample", lambda *_: seeds.append(torch.initial_seed()))
-    flags = FLAGS + f"--task math --steps 2 --seed 5 --output {tmp_path} --save-every 0 "
-    assert main(flags + "--eval-every 0") == 0
-    assert seeds[1:] == [6, 6, 5, 5, 6, 6]  # greedy and sampled, around two steps
-    assert not list(tmp_path.glob("*/checkpoint.pt"))
+def test_a_linked_final_is_replaced_and_its_target_kept(run_copy, tmp_path, capsys):
+    """Somebody moved final/ to another disk: that model stays."""
+    moved = shutil.move(run_copy / "final", tmp_path / "elsewhere")
+    (run_copy / "final").symlink_to(moved)
+    before = (moved / "model.safetensors").read_bytes()
+    assert main(f"--resume {run_copy} --steps 5") == 0
+    assert not (run_copy / "final").is_symlink()
+    assert (moved / "model.safetensors").read_bytes() == before
+    assert (run_copy / "final" / "model.safetensors").read_bytes() != before
 
 
 @pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
 def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, monkeypatch):
     """The random state of a pretended xpu is restored on an xpu only."""
-    model, restored = random_model(), []
-    get, set_state = lambda device: torch.ones(3), lambda state, device: restored.append(device)
-    module = SimpleNamespace(get_rng_state=get, set_rng_state=set_state)
+    model = random_model()
+    optimizer = lopti.make_optimizer(model, settings_of())
+    restored = []
+
+    def set_rng_state(state, device):
+        restored.append(device)
+
+    module = SimpleNamespace(
+        get_rng_state=lambda device: torch.ones(3), set_rng_state=set_rng_state
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    optimizer, expected = lopti.make_optimizer(model, arguments()), torch.get_rng_state()
-    policy = SimpleNamespace(device=torch.device("xpu"), state_dict=model.state_dict)
+    policy = SimpleNamespace(
+        device=torch.device("xpu"),
+        state_dict=model.state_dict,
+        load_state_dict=model.load_state_dict,
+    )
     log = {"metrics": [{"step": 1}]}
+    expected = torch.get_rng_state()
     lopti.save_checkpoint(tmp_path, 4, log, policy, optimizer)
     torch.rand(1)
-    policy.device, policy.load_state_dict = torch.device(kind), model.load_state_dict
+    policy.device = torch.device(kind)
     assert lopti.load_checkpoint(tmp_path, policy, optimizer) == (4, log)
     assert torch.equal(torch.get_rng_state(), expected)
     assert len(restored) == (kind == "xpu")
 
 
-def test_eval_only_shows_responses_and_leaves_no_run(tmp_path, capsys, monkeypatch):
-    """Tags as the model wrote them, without its end-of-sequence token.
+# ------------------------------------------------------------------------------ what a run tells
 
-    Zeros: all prompts are evaluated, all at a time; none is sampled and none is shown.
-    """
-    files, sizes = [ROOT / "data" / "kk_test.jsonl", tmp_path / "few.jsonl"], []
-    write_jsonl(files[1], read_jsonl(files[0])[197:203])
-    spy(monkeypatch, lopti, "generate_in_stretches", lambda ids, *_: sizes.append(len(ids)))
-    flags = f"--eval-only --eval-data {files[1]} --output {tmp_path} "
-    assert main(flags + "--show 2 --eval-size 2 --eval-samples 1 --max-new-tokens 150") == 0
+
+def always_zero(completions, **columns):
+    return [0.0] * len(completions)
+
+
+def test_a_training_that_learns_nothing_says_so(tmp_path, capsys):
+    """After the first such step, once, and at the end: else only metrics.jsonl knows."""
+    flags = f"--reward {__name__}:always_zero --kl-coef 0 --output {tmp_path} "
+    assert main(FLAGS + flags) == 0
     output = capsys.readouterr().out
-    shown = re.findall(r"--- .*?meet (\d)", output, re.DOTALL)
-    assert shown == ["2", "3"] and output.count(", reward ") == 4 and output.count("(1)") > 2
-    assert "<answer>" in output and TOKENIZER.eos_token not in output
-    zeros = "--eval-size 0 --sample-batch-size 0 --eval-samples 0 --show 0"
-    assert main(flags + "--max-new-tokens 2 " + zeros) == 0
-    output = capsys.readouterr().out
-    assert sizes[-1] == 6 and "avg@" not in output and "solution" not in output
-    assert list(tmp_path.iterdir()) == files[1:]
+    assert output.count("no group has unequal rewards") == 1
+    assert "step 1: no group has unequal rewards" in output
+    told = " ".join(output.split())
+    assert "In 4 of 4 steps no group had unequal rewards: nothing was learned there" in told
 
 
-# -------------------------------------------------------------------- errors that a user will make
+def test_an_update_that_is_not_finite_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(lopti, "kl_estimate", lambda logprobs, ref: logprobs * math.nan)
+    assert main(FLAGS + f"--output {tmp_path} --steps 1") == 0
+    assert "step 1: left out an update whose gradient was not finite" in capsys.readouterr().out
+
+
+def test_a_remainder_mini_batch_is_told_at_the_start(tmp_path, capsys):
+    """Its few responses get a whole optimizer step."""
+    for size, is_told in ((3, True), (4, False), (9, False), (0, False)):
+        settings = lopti.Settings(prompts_per_step=2, group_size=4, mini_batch_size=size)
+        lopti.tell_plan(settings, "cpu", tmp_path, 0, 1)
+        text = capsys.readouterr().out
+        assert ("8 responses: the last mini-batch, a step too, has 2 of them" in text) == is_told
+        assert ("mini-batch" in text) == is_told
+
+
+def test_without_a_terminal_progress_is_told_each_tenth(capsys):
+    progress = SimpleNamespace(disable=True, set_postfix=lambda **numbers: None)
+    lines = []
+    for step in range(1, 41):
+        numbers = {"reward": step / 40, "accuracy": 0.5, "nonfinite_steps": 0}
+        lines.append({"step": step, **numbers, "frac_reward_zero_std": 0})
+        lopti.tell_step(lines, 40, progress, lopti.Settings())
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == 10
+    assert told[0] == "step 4 of 40: reward 0.10, accuracy 0.50"
+
+
+def test_output_may_be_closed_or_a_file(tmp_path, monkeypatch):
+    """`python lopti.py >&-`, and >log: lines appear as they come, with any sign."""
+    monkeypatch.setattr(sys, "argv", ["lopti.py", "--help"])
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "lopti.py"), run_name="__main__")
+    assert stop.value.code == 0
+    log = tmp_path / "log"
+    with open(log, "w", encoding="ascii") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        lopti.open_streams()
+        print("α")
+        assert log.read_text() == "\\u03b1\n"
+        monkeypatch.undo()
+
+
+def test_a_home_folder_and_a_working_folder(tmp_path, monkeypatch, capsys):
+    """~ in --output and --resume; a reward that changes the working folder, as running code may."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(FLAGS + "--name mine --output=~/x --steps 1") == 0
+    assert main("--resume ~/x/mine --steps 2") == 0
+    assert len(read_jsonl(tmp_path / "x" / "mine" / "metrics.jsonl")) == 2
+    (tmp_path / "other").mkdir()
+    spy(monkeypatch, lopti, "compute_rewards", lambda *_: os.chdir(tmp_path / "other"))
+    assert main(FLAGS + "--name here --output runs --steps 1") == 0
+    assert len(read_jsonl(tmp_path / "runs" / "here" / "metrics.jsonl")) == 1
+    assert (tmp_path / "runs" / "here" / "final").exists()
+    assert not list((tmp_path / "other").iterdir())
+
+
+# ------------------------------------------------------------------------------ models
+
+
+def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
+    """Weights become float32. The tokenizer's end is both: prompts with it inside, and padded
+    right by other programs, are answered as with the bundled tokenizer."""
+    model = random_model(eos_token_id=None).bfloat16()
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.pad_token = None
+    tokenizer.padding_side = "right"
+    save_both(model, tokenizer, tmp_path)
+    model, tokenizer = lopti.load_model(tmp_path, "cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert not model.training
+    assert tokenizer.pad_token == tokenizer.eos_token
+    prompts = [f"{prompt}{tokenizer.eos_token}So Lily" for prompt in PROMPTS]
+    answers = sample(model, prompts, tokenizer).texts
+    assert answers == sample(model, prompts, TOKENIZER).texts
+
+
+def test_a_padding_token_without_an_embedding(tmp_path):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    save_both(random_model(), tokenizer, tmp_path)
+    assert lopti.load_model(tmp_path, "cpu")[1].pad_token == TOKENIZER.eos_token
+
+
+def test_weights_that_cannot_be_trained_are_refused(monkeypatch):
+    """Quantized or frozen ones: they would stay as they are, without a word."""
+    original = AutoModelForCausalLM.from_pretrained
+
+    def frozen(*inputs, **options):
+        model, report = original(*inputs, **options)
+        model.lm_head.weight.requires_grad_(False)
+        return model, report
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
+    with pytest.raises(lopti.UserError, match="quantized or frozen"):
+        lopti.load_model(TINY, "cpu")
+
+
+def test_a_model_that_could_not_be_saved_is_told_before_training(tmp_path, capsys, monkeypatch):
+    """Hours later nobody wants to hear it. No folder is left."""
+    monkeypatch.setattr(transformers.LlamaConfig, "save_pretrained", exits)
+    told = refused(capsys, FLAGS + f"--output {tmp_path}")
+    assert "could not be saved" in told
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------ errors that a user will make
+
+
+def refused(capsys, flags):
+    """The one sentence with which the program refuses: exit code 2, no traceback."""
+    try:
+        code = main(flags)
+    except SystemExit as stop:  # by argparse
+        code = stop.code
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert code == 2
+    assert len(lines) == 1, lines
+    assert re.match(r"\S+\.py: ", lines[0])
+    return lines[0]
+
+
+def exits(*inputs, **options):
+    sys.exit(0)
+
+
+def out_of_memory(*inputs):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def out_of_memory_in_python(*inputs):
+    raise MemoryError
+
+
+def out_of_memory_on_a_cpu(*inputs):
+    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to")
+
+
+@pytest.mark.parametrize("fails", [out_of_memory, out_of_memory_in_python, out_of_memory_on_a_cpu])
+def test_out_of_memory_is_one_sentence(fails, run_copy, capsys, monkeypatch):
+    monkeypatch.setattr(lopti, "score", fails)
+    told = refused(capsys, f"--resume {run_copy} --steps 5")
+    assert "out of memory: lower --tokens-per-microbatch" in told
+
+
+def test_a_mistake_in_the_program_has_its_traceback(monkeypatch, run_copy):
+    """One sentence would hide it."""
+
+    def mistake(*inputs):
+        raise RuntimeError("shapes differ")
+
+    monkeypatch.setattr(lopti, "score", mistake)
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        main(f"--resume {run_copy} --steps 5")
 
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory, finished_run):
     """Files and folders with something wrong, by name."""
     folder = tmp_path_factory.mktemp("wrong")
-    questions = ("Who? " * 1024, "Is she? " * 1024)
-    write_jsonl(folder / "long.jsonl", [{"quiz": quiz, **KK_TRUTH} for quiz in questions])
-    write_jsonl(folder / "silent.jsonl", [{"prompt": " ", "solution": LILY}])
-    good = json.dumps({"quiz": "Who?", **KK_TRUTH})
-    (folder / "broken.jsonl").write_text(f'{good}\n\n{{"quiz": "torn"\n{good}\n')
-    (folder / "notes.txt").write_text(good)
     (folder / "empty.jsonl").touch()
-    rope = {"rope_type": "dynamic", "rope_theta": 9, "factor": 4}
-    long = {**rope, "rope_type": "longrope", "original_max_position_embeddings": 64}
-    long |= {"short_factor": [1] * 8, "long_factor": [4] * 8}
-    changes = {  # of config.json
-        "mistyped": {"model_type": "qwen2"},  # which has biases
-        "short": {"max_position_embeddings": 64},
-        "narrow": {"vocab_size": 304},  # one less than the prompts need
-        "stretched": {"rope_parameters": rope, "max_position_embeddings": 64},
-        "longrope": {"rope_parameters": {"full_attention": long, "sliding_attention": {}}},
-        "own": {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}},
-        "weightless": {},
-    }
-    config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
-    for name, changed in changes.items():
+    (folder / "wrong.flags").write_text("--steps 9 # nine\n\n--alpha 2")
+    (folder / "torn.flags").write_text("--steps # how many")
+    for name in ("mistyped", "own", "weightless", "adapter"):
         shutil.copytree(TINY, folder / name)
-        (folder / name / "config.json").write_text(json.dumps({**config, **changed}))
+    config = json.loads((TINY / "config.json").read_text(encoding="utf-8"))
+    mistyped = {**config, "model_type": "qwen2"}  # which has biases
+    (folder / "mistyped" / "config.json").write_text(json.dumps(mistyped))
+    own = {**config, "model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine"}}
+    (folder / "own" / "config.json").write_text(json.dumps(own))
     (folder / "own" / "mine.py").write_text("1 / 0  # code of its own, which is not run")
-    tensors = load_file(TINY / "model.safetensors")
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:304].clone()
-    save_file(tensors, folder / "narrow" / "model.safetensors", metadata={"format": "pt"})
     (folder / "weightless" / "model.safetensors").unlink()
-    flags = {"wrong": "--steps 9 # nine\n\n--alpha 2", "torn": "--steps # how many"}
-    for name, text in flags.items():
-        (folder / f"{name}.flags").write_text(text)
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
     ended = shutil.copytree(finished_run, folder / "ended")  # as --save-every 0 leaves a run
     (ended / "checkpoint.pt").unlink()
-    shutil.copytree(TINY, folder / "adapter")
-    (folder / "adapter" / "adapter_config.json").write_text("{}")
     named = {path.stem: path for path in folder.iterdir()}
     return named | {"run": finished_run, "runs": finished_run.parent}
 
 
-def exits(completions, **columns):
-    sys.exit(0)
-
-
-NAMED = ["--alpha 1.5", "--group-size 1", "--people 9", "--learning-rate inf", "--alpha nan"]
-NAMED += ["--device hpu", "--model no/such-model-anywhere"]
-NAMED += [f"--mini-batch-size {10**20}"]
-ERRORS = {flags: flags.split()[1 if "model" in flags else 0] for flags in NAMED}
-ERRORS |= {  # the flags: what the sentence must name
-    **dict.fromkeys(("--order low --eta 0", "--order high-low --eta 0"), "--eta"),
-    "--data {silent}": "silent.jsonl, see data/GUIDE.md: 1 rows, 1 left out: 1 without a prompt",
-    "--data {empty}": "no rows",
-    "--data {notes}": "jsonl, json, csv or parquet",
+ERRORS = {  # the flags: what the sentence must name
+    "--alpha 1.5": "--alpha",
+    "--alpha nan": "--alpha",
+    "--alpha half": "--alpha",
+    "--steps 2.5": "--steps",
+    "--beta 1": "--beta",
+    "--order sideways --eta 0.5": "--order",
+    "--order low --eta 0": "--eta",
+    "--group-size 1": "--group-size",
+    "--learning-rate inf": "--learning-rate",
+    f"--mini-batch-size {10**20}": "--mini-batch-size",
+    "--solved-reward nan": "--solved-reward",
+    "--people 9": "--people",
+    "--device hpu": "--device",
+    "--model no/such-model-anywhere": "no/such-model-anywhere",
+    "--model data/no-such-model": "there is no such folder",
+    "--model {weightless}": "weightless",
+    "--model {mistyped}": "mistyped",
+    "--model {adapter}": "adapter",
+    "--model {own}": "custom code",
+    "--data {empty}": "empty.jsonl",
     "--eval-only --data {empty} --eval-data=": "instead of --data",
-    **{f"--model {{{name}}}": name for name in ("weightless", "mistyped", "adapter")},
-    "@{wrong}": "argument --alpha: must lie between 0 and 1, not 2",
+    "@{wrong}": "--alpha must lie between 0 and 1, not 2",
     "@{torn}": "argument --steps",
     "@nothing.flags": "nothing.flags",
-    # beyond its length π of a stretched one depends on the rest of the batch
-    **{f"--model {{{x}}}": "--max-new-tokens" for x in ("short", "stretched", "longrope")},
-    "--data {long} --people 1 2 --max-prompt-length 9999": "--max-new-tokens",
-    "--model {narrow}": "304 embeddings, none for token 30",
-    "--model {own}": "custom code",
-    "--eval-data {broken}": "line 3",
     "--reward nothing_there:f": "nothing_there",
     "--reward math:pi": "must be callable",
-    "--solved-reward nan": "--solved-reward",
     f"--reward {__name__}:exits": "exits",
     "--output {empty}": "empty.jsonl",
     "--name finished --output {runs}": "--resume",
@@ -1215,73 +1937,21 @@ ERRORS |= {  # the flags: what the sentence must name
 
 
 @pytest.mark.parametrize("flags", ERRORS)
-def test_errors_end_in_one_sentence_that_names_what_to_change(flags, places, tmp_path, capsys):
+def test_errors_end_in_one_sentence_that_names_what_to_change(
+    flags, places, tmp_path, capsys, monkeypatch
+):
+    """No traceback, nothing deleted, and no empty run folder left."""
+    monkeypatch.chdir(ROOT)
     before = {path: path.read_bytes() for path in places["runs"].parent.rglob("*.json*")}
     all_flags = flags.format(**places)
     if "--resume" not in flags:  # a small run in another place, where it is not refused
         all_flags = FLAGS + f"--steps 1 --name run --output {tmp_path / 'runs'} " + all_flags
     assert ERRORS[flags] in refused(capsys, all_flags)
-    assert ("exits" in flags) == (tmp_path / "runs").exists()  # all others before training
+    assert not list((tmp_path / "runs").glob("*"))
     assert before == {path: path.read_bytes() for path in before}
-
-
-# ------------------------------------------------------------------------------ other models
-
-DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
-MOE = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
-TUNED = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 0.5, "head_dim": 16}
-TUNED |= {"no_rope_layers": [0, 0], "num_local_experts": 2, "intermediate_size_mlp": 64}
-RIGHT = {**MODELS, "experts": {"family": "Mixtral", **MOE}, "learnt positions": {"family": "OPT"}}
-WRONG = {  # what is drawn is not what is scored
-    "positions counted in the cache": {"family": "Bart", **DECODER, "is_decoder": True},
-    "positions counted in the padded row": {"family": "Roberta", "is_decoder": True},
-    "temperature by position": {"family": "Llama4Text", **TUNED},
-    "an encoder": {"family": "Bert"},
-    "a state": {"family": "Rwkv"},
-    "not a number": {},
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
-def test_a_model_is_sampled_from_as_it_is_scored_or_refused(name, dtype, tmp_path):
-    model = random_model(**{**RIGHT, **WRONG}[name], max_position_embeddings=512)
-    if name == "not a number":
-        model.lm_head.weight.data[7] = math.nan
-    if name == "experts":  # their load balancing is off while we sample and train
-        for part in (model, TOKENIZER):
-            part.save_pretrained(tmp_path)
-        model, _ = lopti.load_model(tmp_path, "cpu")
-    rows = [data_row(prompt) for prompt in PROMPTS]
-    expected = nullcontext()
-    if name in WRONG:
-        expected = pytest.raises(lopti.UserError, match=r"what was sampled: .* differ by [\dn]")
-    with expected:
-        lopti.check_model(model, TOKENIZER, rows, arguments(dtype=dtype, model="it"))
-
-
-def test_what_cannot_be_trained_or_saved_is_refused_before_training(monkeypatch, tmp_path):
-    model, rows = random_model(), [data_row(PROMPTS[0])]
-    monkeypatch.setattr(model.config, "save_pretrained", exits)
-    with pytest.raises(lopti.UserError, match="it cannot be trained"):
-        lopti.check_model(model, TOKENIZER, rows, arguments(model="it"))
-
-    def frozen(*inputs, original=AutoModelForCausalLM.from_pretrained, **options):
-        model, report = original(*inputs, **options)
-        model.lm_head.weight.requires_grad_(False)
-        return model, report
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
-    with pytest.raises(lopti.UserError, match="quantized or frozen"):
-        lopti.load_model(TINY, "cpu")
-    monkeypatch.undo()
-    tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.add_special_tokens({"pad_token": "[PAD]"})  # for which the model has no embedding
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path)
-    assert lopti.load_model(tmp_path, "cpu")[1].pad_token == TOKENIZER.eos_token
 
 
 def test_examples_in_docstrings():
     result = doctest.testmod(lopti)
-    assert result.attempted and not result.failed
+    assert result.attempted
+    assert not result.failed

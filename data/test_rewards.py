@@ -2,9 +2,12 @@
 
 import copy
 import doctest
+import functools
 import itertools
 import json
 import math
+import os
+import random
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,7 +27,9 @@ from test_lopti import (  # isort: skip, because it says that no test asks the h
 )
 
 import datasets
+import numpy
 import pytest
+import torch
 from tokenizers.processors import TemplateProcessing
 
 import lopti
@@ -55,12 +60,29 @@ def test_kk_answer():
     assert rewards.read_roles(f"a{name} is a knight") is None
 
 
+@pytest.mark.parametrize(
+    ("solution", "names"),
+    [
+        ("(1) Jo Zoë is a knight\n(2) 小明 is a knave", ["jo zoë", "小明"]),
+        ("1. Mary Ann is a knight\n2. Ann is a knave", ["mary ann", "ann"]),
+        ("Zoey is a knight, and Oliver is a knave.", ["zoey", "oliver"]),
+        ("Therefore Zoey is a knight, while Oliver is a knave", None),  # no names, but prose
+        ("(1) Zoey is a knight\n(2) Oliver is no knight", None),
+    ],
+)
+def test_the_names_of_a_solution(solution, names):
+    assert (rewards.read_roles(solution) or {}).keys() == set(names or ())
+    if names:
+        assert kk(solution, truth=solution) == 3.0
+
+
 def test_kk_format_and_what_the_prompt_has_opened():
     answer = f"<answer>{TRUTH}</answer>"  # unfinished, in wrong order, twice, with copied tags
     responses = [answer, f"</think>{answer}"[:-2], f"{answer}</think>", f"</think>{answer}{answer}"]
     responses += [f"<answer> </answer></think>{answer}", None, [], [{"content": None}]]
     assert rewards.kk_reward(responses, [TRUTH] * 8) == [-3.0] * 8
-    for asked, opened in (("Who?", False), ("Who?\nassistant: <think> \n", True)):
+    named = "Write <think> first. Who?"  # names the tag, but does not open it
+    for asked, opened in (("Who?", False), (named, False), ("Who?\nassistant: <think> \n", True)):
         for prompt in (asked, user(asked)):
             assert kk(TRUTH, prompts=[prompt]) == (3.0 if opened else -3.0)
             assert kk(TRUTH, "<think>So </think>", prompts=[prompt]) == (-3.0 if opened else 3.0)
@@ -81,7 +103,7 @@ def load_rows(path, flags="--task math"):
     return rewards.load_rows(str(path), arguments(flags), TOKENIZER)
 
 
-CHAT = "<|im_start|>user\nWho is a knave?<|im_end|>\n<|im_start|>assistant\n<think>"
+CHAT = "<|user|>Who is a knave?<|assistant|><think>"  # the template is applied already
 
 
 def user(text):
@@ -131,45 +153,83 @@ SHAPES = {
 def test_no_training_prompt_is_an_evaluation_prompt(tmp_path, capsys, trained_in, evaluated_in):
     """Whatever the files' shapes, spaces and capitals, and beyond --eval-size as well."""
     files = {}
+    island = "On this island live knights and knaves, and you meet"
     for name, shape, part in (("data", trained_in, "A B C"), ("eval_data", evaluated_in, "a b")):
-        rows = [SHAPES[shape](f"Who {' ' * x.isupper()}is {x}?") for x in part.split()]
+        rows = [SHAPES[shape](f"{island}{' ' * x.isupper()} {x}?") for x in part.split()]
         files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
     (row,), (_,) = load_data("--people 1 --eval-size 1", **files)
     told = "1 training and 1 of 2 evaluation prompts; 2 of 3 rows are also in --eval-data\n"
-    assert "who is c?" in row["key"] and capsys.readouterr().out == told
+    assert "you meet c?" in row["key"] and capsys.readouterr().out.endswith(told)
+
+
+def test_a_short_question_is_no_part_of_a_long_one(tmp_path, monkeypatch, capsys):
+    """'Solve for x' removes itself, and not all equations. Long lists: equal questions only."""
+    long = "A train leaves at noon and arrives at three, after 120 miles. "
+    asked = ["Solve for x: 2x = 4", "solve  for x", long + "How fast is it?"]
+    files = {"data": tmp_path / "data.jsonl", "eval_data": tmp_path / "eval.jsonl"}
+    write_jsonl(files["data"], [{**GOOD, "problem": problem} for problem in asked])
+    write_jsonl(files["eval_data"], [{**GOOD, "problem": x} for x in ("Solve for x", long)])
+    load = functools.partial(load_data, "--task math", **files)
+    assert [row["asked"] for row in load()[0]] == asked[:1]
+    monkeypatch.setattr(rewards, "MAX_PAIRS", 1)
+    assert [row["asked"] for row in load()[0]] == [asked[0], asked[2]]
+    assert "only equal ones are left out" in capsys.readouterr().out
 
 
 def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
-    """Our problems say nothing of his reward. What is there twice is not trained on."""
+    """At random: a sorted file begins with its easiest rows. What is there twice is no training."""
     rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]
     files = {"data": write_jsonl(tmp_path / "own.jsonl", rows)}
     training, evaluation = load_data("--task math", **files)
     assert not {row["key"] for row in training} & {row["key"] for row in evaluation}
     assert [row["asked"][:3] for row in evaluation] == ["Say"] * 4
-    assert f"; {40 - len(training)} of 40 rows are held out for eval" in capsys.readouterr().out
+    assert max(int(row["solution"]) for row in evaluation) > 4
+    told = f"4 of 40 rows are held out for evaluation, {36 - len(training)} more have the same"
+    assert told in capsys.readouterr().out
     assert load_data("--task math --seed 7", **files)[1] == evaluation  # of every run
     write_jsonl(tmp_path / "own.jsonl", rows[:2])
     with pytest.raises(lopti.UserError, match="nothing is left to train on"):
         load_data("--task math", **files)
+    write_jsonl(tmp_path / "own.jsonl", rows)
+    _, evaluation = load_data("--task math --eval-only --eval-size 4", eval_data=files["data"])
+    assert max(int(row["solution"]) for row in evaluation) > 4
 
 
 GOOD = {"problem": "2?", "answer": "2"}
 TEXT = [{"type": "text", "text": "2?"}]
-BAD = {  # why a row is left out: its answers, or its problems, or such rows
-    "without a prompt or a (boxed) solution": [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
-    "says that there is none": ["proof", "Not found", "None"],
-    "is a list": ['["2"]', "['2', '3']"],
-    "is a sentence": ["One and one are two, so 2"],
-    "with LaTeX that JSON has cut": ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
+NO_ROW = "without a prompt or a (boxed) solution"
+CUT = "with LaTeX that JSON has cut"
+BAD = {  # why a row is left out: such rows
+    "without columns": [7, None, [GOOD]],
+    "with columns that are not known (question, final": [{"question": "2?", "final": "2"}],
+    NO_ROW: [{"problem": "2?", "solution": 2}, {"problem": "", "answer": "2"}],
+    "with several boxes": [{"problem": "2?", "solution": r"\boxed{3} and $\boxed{4}$"}],
+    "that cannot be read": [
+        {"prompt": user(content), "solution": "2"}  # the last: half a character
+        for content in (None, TEXT, 2, "\ud83d")
+    ],
+    "whose chat is written as text": [{"prompt": str(user("2?")), "solution": "2"}],
+    CUT: [{**GOOD, "problem": "\frac12?"}],
+    "with a picture": [{**GOOD, "images": ["figure.png"]}],
+    "with choices that its question does not show": [
+        {**GOOD, "choices": ["7", "8"]},
+        {**GOOD, "options": "?2"},  # as csv has it: one text
+        {"problem": "Is 2 even, Anna?", "options": {"A": "yes", "B": "no"}, "answer": "A"},
+    ],
+    "the number of a choice": [{"problem": "1, or 2?", "choices": ["1", "2"], "answer": 1}],
+    "longer than --max-prompt-length 400": [{**GOOD, "problem": "Hm? " * 999}],
 }
-BAD = {why: [{**GOOD, "answer": x} for x in answers] for why, answers in BAD.items()}
-PROBLEMS = {"with LaTeX": "\frac12?", "longer than --max": "Hm? " * 999}
-BAD |= {why: [{**GOOD, "problem": x}] for why, x in PROBLEMS.items()}
-BAD["(boxed) solution"] = [{"problem": "2?", "solution": 2}, {"question": "2?", "final": "2"}]
-TURNS = [user(content) for content in (None, TEXT, 2, "\ud83d")]  # the last: half a character
-BAD["that cannot be read"] = [{"prompt": turn, "solution": "2"} for turn in TURNS]
-BAD |= {"without columns": [7, None, [GOOD]], "with choices": [{**GOOD, "choices": ["7", "8"]}]}
-BAD["with choices"].append({**GOOD, "options": "?2"})  # as csv has it: one text
+SOLUTIONS = {  # the same of answers
+    NO_ROW: [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
+    CUT: ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
+    "says that there is none": ["proof", "Not found", "None", "unknown", "See solution.", "?"],
+    "is a list or other JSON": ['["2"]', "['2', '3']", '{"inputs": ["1"], "outputs": ["2"]}'],
+    "is a sentence": ["One and one are two, so 2"],
+    "a spreadsheet has made a date": ["4-Mar", "Mar-04"],
+    "with two spellings of one answer": [r"$\frac12$ or $0.5$"],
+}
+for why, answers in SOLUTIONS.items():
+    BAD[why] = BAD.get(why, []) + [{**GOOD, "answer": answer} for answer in answers]
 
 
 @pytest.mark.parametrize("reason", BAD)
@@ -182,18 +242,49 @@ def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, cap
     assert reason in told and " (row 2" in told
 
 
+def test_how_a_solution_is_read(tmp_path):
+    """The box of a whole solution, as `math_reward` reads it; what a spreadsheet wrote; 1 or 2."""
+    box = r"We must have x equal to one more than seven, so $\boxed{8}$."
+    for written, read in ((box, "8"), ("1E+06", "1000000"), ("1.5E-07", "0.00000015")):
+        (row,) = load_rows(
+            write_jsonl(tmp_path / "a.jsonl", [{"prompt": "2?", "solution": written}])
+        )
+        assert row["solution"] == read
+    path = write_jsonl(tmp_path / "a.jsonl", [{**GOOD, "answer": "1 or 2"}])
+    assert load_rows(path)[0]["solution"] == "1 or 2"
+
+
+def test_prompts_that_do_not_ask_for_the_form_are_counted(tmp_path, capsys):
+    """verl's GSM8K asks for ####: every obedient answer would earn 0, in silence."""
+    rows = [verl(user(x), "7") for x in ("3 + 4? Write #### before it.", "3 + 4? Box it.")]
+    load_rows(write_jsonl(tmp_path / "a.jsonl", [*rows, {"problem": "3 + 4?", "answer": "7"}]))
+    told = "a.jsonl: 1 prompts do not ask for a box: answers without one count as wrong\n"
+    assert capsys.readouterr().out == told
+
+
+def test_the_length_of_a_prompt_is_that_of_all_that_the_model_reads(tmp_path):
+    """System message, template and our request included."""
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD])
+    length = len(TOKENIZER(load_rows(path)[0]["prompt"])["input_ids"])
+    assert load_rows(path, f"--task math --max-prompt-length {length}")
+    with pytest.raises(lopti.UserError, match="longer than"):
+        load_rows(path, f"--task math --max-prompt-length {length - 1}")
+
+
 def test_what_people_and_the_task_do_with_rows(tmp_path, capsys):
     """--people leaves out silently, and what is left as text only is counted."""
     rows = [("A?", "(1) Ann is a knight (2) Bo is a knave"), ("B?", LILY), ("C?", "(1) Knightley")]
     rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in rows]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     assert [row["asked"] for row in load_rows(path, "--people 2")] == ["A?"]
-    with pytest.raises(lopti.UserError, match="columns: quiz, solution_text_format; .* --people 3"):
+    told = "2 of another size than --people .*columns: quiz, solution_text_format; .* --people 3"
+    with pytest.raises(lopti.UserError, match=told):
         load_rows(path, "--people 3")
     answers = ["2", "Yes", r"\frac12\text{ hours}", "8:30 AM", r"\forall x", "1,2", r"\{1\}", "9/"]
     assert len(load_rows(write_jsonl(Path(path), [{**GOOD, "answer": x} for x in answers]))) == 8
-    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read (row 3)\n"
-    told += "a.jsonl: 8 rows, 0 left out: 3 compared as text (see math-verify in data/GUIDE.md)\n"
+    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read"
+    told += " (not puzzles? --task math) (row 3)\n"
+    told += "a.jsonl: 3 compared as text (see math-verify in data/GUIDE.md)\n"
     assert capsys.readouterr().out == told
 
 
@@ -220,12 +311,38 @@ def test_data_are_read_as_they_are_written(tmp_path, capsys):
     path.write_text("problem,answer,answer\n2?,2,3\n")
     with pytest.raises(lopti.UserError, match="two columns of one name"):
         load_rows(path)
-    for name, value, meant in (("float32", 0.3, "0.3"), ("yes", 1, "yes")):
-        kind = datasets.ClassLabel(names=["no", name]) if name == meant else datasets.Value(name)
-        features = datasets.Features({"problem": datasets.Value("string"), "answer": kind})
-        data = datasets.Dataset.from_dict({"problem": ["?"], "answer": [value]}, features=features)
+    with pytest.raises(lopti.UserError, match=r"a.JSONL \(ValueError: line 2: "):
+        Path(tmp_path / "a.JSONL").write_text('{"problem": "?"}\n{"problem": ')
+        load_rows(tmp_path / "a.JSONL")
+
+
+def test_parquet_is_read_as_it_was_meant(tmp_path):
+    """At every depth float32 .3 is .3 and not 0.30000001192092896; a class is its name. A file that
+    has changed is read anew."""
+    single, half = datasets.Value("float32"), datasets.Value("float16")
+    cases = (
+        ("answer", single, 0.3, "0.3"),
+        ("answer", half, 1.1, "1.1"),
+        ("answer", datasets.ClassLabel(names=["no", "yes"]), 1, "yes"),
+        ("reward_model", {"ground_truth": single}, {"ground_truth": 0.1}, "0.1"),
+    )
+    for name, kind, value, meant in cases:
+        features = {"problem": datasets.Value("string"), "prompt": datasets.Value("string")}
+        features = datasets.Features({**features, name: kind, "list": datasets.List(single)})
+        columns = {"problem": ["?"], "prompt": ["?"], name: [value], "list": [[0.3]]}
+        data = datasets.Dataset.from_dict(columns, features=features)
         data.to_parquet(tmp_path / "a.parquet")
-        assert [row["solution"] for row in load_rows(tmp_path / "a.parquet")] == [meant]
+        (row,) = load_rows(tmp_path / "a.parquet")
+        assert row["solution"] == meant and row["columns"]["list"] == [0.3]
+
+
+def test_paths_are_read_as_they_are_meant(tmp_path, monkeypatch):
+    """A colon in the name of a folder does not cut it; ~ is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("d:1", r"C:\data\x"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "train.jsonl", [GOOD])
+        assert len(load_rows(tmp_path / name)) == len(load_rows(f"~/{name}")) == 1
 
 
 def test_a_data_set_with_configurations_and_splits(tmp_path):
@@ -251,8 +368,15 @@ def test_prompts_begin_as_the_model_is_used_to():
     assert rewards.render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
     rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
     assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
-    for mark in rewards.CHAT_MARKS:
-        assert rewards.render_prompt(TOKENIZER, user(mark)) == mark  # a template was applied
+
+
+def test_a_template_is_applied_once():
+    """What the model's own template writes shows that it was applied; another's mark is text."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "<｜User｜>{{ messages[0].content }}<｜Assistant｜><think>"  # R1's
+    text = rewards.render_prompt(tokenizer, user("What is <think> or [INST]?"))
+    assert text == "<｜User｜>What is <think> or [INST]?<｜Assistant｜><think>"
+    assert rewards.render_prompt(tokenizer, user(text)) == text
 
 
 TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content }}{% endfor %}"
@@ -324,6 +448,53 @@ def test_a_reward_function_of_ones_own(tmp_path, monkeypatch):
         rewards.load_function("rewards:kk_reward")
     args.reward = lambda completions, **columns: [len(text) for text in completions]
     assert lopti.compute_rewards(["a", "bc"], [data_row("?")] * 2, args) == [1.0, 2.0]
+    truth = {"target": 24, "numbers": [4, 6]}  # Countdown's
+    (loaded,) = rewards.load_rows(
+        write_jsonl(Path("b.jsonl"), [verl("24?", truth)]), args, TOKENIZER
+    )
+    args.reward = lambda completions, solution, **columns: [truth["target"] for truth in solution]
+    assert lopti.compute_rewards(["a"], [loaded], args) == [24.0]
+
+
+def test_a_reward_leaves_the_process_as_it_was(tmp_path):
+    """Else a seed in it draws the same answers in every step, and a folder loses the run."""
+    kept = []
+
+    def careless(completions, **columns):
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(0)
+        os.chdir(tmp_path)
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        kept.append(torch.inference_mode())
+        kept[-1].__enter__()
+        return [1091.375] * len(completions)
+
+    def state():
+        draws = random.random(), numpy.random.random(), float(torch.rand(()))
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return draws, modes, torch.get_default_dtype(), torch.get_default_device(), Path.cwd()
+
+    states = []
+    for reward in (lambda completions, **columns: [1091.375], careless, careless):
+        random.seed(1), numpy.random.seed(1), torch.manual_seed(1)
+        args = arguments(reward=reward)
+        assert lopti.compute_rewards(["a"], [data_row("?")], args) == [1091.375]
+        states.append(state())
+    assert states[0] == states[1] == states[2]
+
+
+def test_where_a_reward_failed(tmp_path, monkeypatch):
+    """Its own file and line, also where a library raises; and where to read what it gets."""
+    code = "def chat(completions, **columns):\n    return [x[0]['content'] for x in completions]\n"
+    code += "import json\ndef load(completions, **columns):\n    return json.loads('[')\n"
+    (tmp_path / "failing.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    for name, line in (("chat", 2), ("load", 5)):
+        args = arguments(f"--reward failing:{name} --solved-reward 1")
+        with pytest.raises(lopti.UserError, match=f"failing.py, line {line}.*data/GUIDE.md"):
+            lopti.compute_rewards(["a"], [data_row("?")], args)
 
 
 def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
