@@ -9,7 +9,6 @@ none raises. TRL calls rewards in this way (the data set needs a column `solutio
     GRPOTrainer("Qwen/Qwen2.5-3B-Instruct", reward_funcs=kk_reward, train_dataset=puzzles).train()
 """
 
-import cmath
 import copy
 import csv
 import functools
@@ -17,7 +16,6 @@ import importlib
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
@@ -107,20 +105,31 @@ def read_roles(text, names=None):
 
 
 # ------------------------------------------------------------------------------------- Mathematics
-# Both answers are cut into tokens and parsed into trees. A tree is a name, a number ("", Fraction)
-# or (operator, *parts). Trees are compared by value, with fixed values for the variables; what is
-# no expression is compared as text. Fractions stay exact, so 0.333 is not 1/3.
+# Both answers are rewritten by one table, and then compared: numbers by value, lists and pairs
+# element by element, everything else as text. Nothing is worked out: neither 5+6 nor 22/2 is 11, or
+# a copy of the question would be an answer. Fractions are exact: 0.333 is not 1/3.
 
-MAX_LENGTH = 300  # characters of an answer; anything longer is compared as text
-MAX_DIGITS = 3_000  # of a power; an answer that needs more is compared as text
-NOT_READ = (KeyError, ValueError, ArithmeticError, RecursionError)  # no expression, 1/0, too deep
+MAX_LENGTH = 300  # characters of an answer; anything longer is compared as it stands
 
 
 def math_reward(completions, solution, **columns):
     r"""1.0 where the last \boxed{} of a completion is its solution, such as \frac12, else 0.0."""
-    answers = [extract_boxed(message_text(completion)) or "" for completion in completions]
-    truths = [extract_boxed(truth) or truth for truth in map(str, solution)]
-    return [float(answers_match(*pair)) for pair in zip(answers, truths, strict=True)]
+    rewards = []
+    for completion, truth in zip(completions, solution, strict=True):
+        answer = extract_boxed(message_text(completion)) or ""
+        rewards.append(float(answers_match(answer, solution_text(truth))))
+    return rewards
+
+
+def solution_text(solution):
+    r"""A solution as text, without its box if it has one: "So $\boxed{9}$." is "9"."""
+    text = str(solution) if isinstance(solution, (str, int, float)) else ""
+    boxed = extract_boxed(text)
+    if boxed is not None:
+        text = boxed
+    if text.strip() in ("", "nan"):
+        raise ValueError(f"`solution` does not give an answer: {solution!r}")
+    return text
 
 
 def extract_boxed(text):
@@ -130,243 +139,253 @@ def extract_boxed(text):
     '\\frac{1}{2}'
     """
     text = text.rpartition("</think>")[2]
-    box = r"\\(?:boxed|fbox)\s*(?:\{|(-?(?:\.?[0-9]|\\[a-z])[^\s$]*))"  # \boxed 5 has no braces
-    last = re.match(rf"(?s).*{box}", text)
-    if last is None or last[1]:
-        return last and last[1]
-    depth, content = 1, text[last.end() :]
-    for brace in re.finditer(r"\\.|[{}]", content, re.DOTALL):
+    without_braces = r"-?(?:\.?[0-9]|\\[a-z])[^\s$]*"  # \boxed 5
+    boxes = list(re.finditer(rf"\\(?:boxed|fbox)\s*(?:\{{|({without_braces}))", text))
+    if not boxes:
+        return None
+    if boxes[-1][1]:
+        return boxes[-1][1]
+    start = boxes[-1].end()
+    depth = 1
+    for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
         depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
         if depth == 0:
-            return content[: brace.start()]
+            return text[start : start + brace.start()]
+    return None
 
 
 def answers_match(predicted, expected):
     r"""Whether a predicted LaTeX answer is the expected one.
 
-    The expected unit may be missing; another one is wrong, as are words that are no unit. Powers of
-    units and "square", "per" are not compared. As in the paper's grader 20\% counts as 20. A
-    fraction must be in lowest terms.
-    >>> answers_match("0.5", r"\frac12"), answers_match("5+6", "11"), answers_match("11", "5+6")
-    (True, False, True)
+    One of the two may lack a label (x = 5) or the units; another label or unit is wrong. A percent
+    sign is a unit, too: 20\% counts as 20, as in the paper's grader.
+    >>> answers_match("x = 0.5", r"\frac12 \text{ cm}"), answers_match("2, 1", r"\{1, 2\}")
+    (True, True)
+    >>> answers_match("5+6", "11"), answers_match("5 kg", "5 cm"), answers_match("(2,1)", "(1,2)")
+    (False, False, False)
     """
     if max(len(predicted), len(expected)) > MAX_LENGTH:
         return predicted == expected
-    (answer, units), (truth, true_units) = tokenize(predicted), tokenize(expected)
-    right_units = units == true_units if true_units else STANDARD.keys() >= set(units)
-    if not answer or (units and not right_units):
+    answer = rewrite(predicted)
+    truth = rewrite(expected)
+    if not answer:
         return False
-    try:
-        return answer == truth or same_answer(parse(answer), parse(truth))
-    except NOT_READ:
+    if ("=" in answer) != ("=" in truth):
+        answer = without_label(answer)
+        truth = without_label(truth)
+    if read(answer, with_units=False) != read(truth, with_units=False):
         return False
-
-
-STANDARD = r"""percent|degree deg|radian|dollar usd|cent|euro|lb pound|oz ounce|g gram|kg kilogram
-mg milligram|ton tonne|mm millimeter millimetre|cm centimeter centimetre|m meter metre|min minute
-km kilometer kilometre|in inch inche|ft foot feet|yd yard|mi mile|l liter litre|gal gallon|cup
-s sec second|h hr hour|day|week|month|year|unit|way|time|point|value|solution|people person|student
-child children|man men|woman women|book|page|apple|ball|card|coin|<= ≤ \le \leq \leqslant|< \lt
->= ≥ \ge \geq \geqslant|> \gt|!= ≠ \ne \neq|= ∈ \in|* × · \times \cdot|- − –|^2 ²|^3 ³|\frac12 ½
-\pi π|\infty ∞|\cup ∪|\pm ±|\approx ≈|\sqrt √|\frac \dfrac \tfrac \cfrac|\binom \dbinom \tbinom
-\text \mathrm \mbox \textbf|\text{percent} % \%|\text{degree} ° \degree|\text{dollar} \$
-\text{euro} €"""  # rows of known units, and of other spellings; the first of a row is used
-STANDARD = {word: row.split()[0] for row in re.split(r"[|\n]", STANDARD) for word in row.split()}
-ZEROS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-REWRITES = (  # in this order: what can be written in several ways is written in one
-    (r"(?<!\\)\\\\(?=(?:[dt]?frac|sqrt|text|left|right|begin|end|pi|infty|cdot)\b)", r"\\"),
-    (r"\\\\", ";"),
-    (r"(\\\$|€)\s*(-?[0-9.,]*[0-9])", r"\2\1"),  # $5 becomes 5$
-    (r"\\?[$%]|\\[A-Za-z]+|[^\x00-\x7f]", lambda sign: STANDARD.get(sign[0], sign[0]) + " "),
-    (r"\\(?:left|right|[bB]igg?[lr]?|q?quad|displaystyle|math(?:bf|bb|cal)|angle) ", " "),
-    (r"\\(begin|end)\s*\{(?:array|[bp]?matrix)\}(?:\s*\{[clr|]*\})?", r"\\\1 "),  # a bracket
-    (r"(?<=[0-9])(?:\{,\}|,?\\[,!] *|\\[;: ]|,(?!.*[)\]]|.*\\\}))(?=[0-9]{3}(?![0-9]))", ""),
-    (r"\^\s*\{?\s*\\circ *\}?", r"\\text{degree}"),
-    (r"(?<=[0-9])\s*\^?\s*\{?(?:\\text *\{)?(?:st|nd|rd|th)\b\}{0,2}", ""),  # 12^{th}
-    (r"(?<=[0-9])\s*\( *([a-z]{4,}|[ckm]m) *\)\s*$", r"\\text{\1}"),  # 35 (apples)
-    (r"(?<=[0-9])\s*(\\text\s*\{\s*)?mph\b", r" \1mi/h"),
-    (r"(?i)(?<=[0-9])\s*(?:\\text\s*\{\s*)?([ap])\.?m\b\.?\s*\}?", r"\\text{time\1}"),
-    (r"\\[,;:!()\[\]\s]|[$~]", " "),
-    (r"^\s*(?:\\frac *\{[A-Z]+\} *\{[A-Z]+\}|\|[A-Z]+\|)\s*=", "x="),  # AB/CD is a label, too
-    (r",?\s*(?:\\text\s*\{[\s,]*(?:and|or)\s*\}|\b(?:and|or)\b|&)", ","),  # 2, and 3: one comma
-    (r"^(\s*[A-Za-z]\s*=)[^=<>,;]*[0-9][^=<>,;]*=(?=[^=<>,;]*$)", r"\1"),  # x = 2 + 3 = 5
-    (r"^((?:[^=<>,]*=)?\s*-?(?:[0-9]|\\(?:frac|sqrt|pi))[^=<>,]*)\\approx .*", r"\1"),
-    (r"(^\s*(?:\\\{)?|[,;])([^,;]*?)\\pm ([^,;]*?)(?=\\\}|[,;]|$)", r"\1\2+\3,\2-\3"),
-    (r"(?<=\))\s*(?=\.?[0-9])", "*"),  # (n - 2)2^n: a number behind a bracket is a factor
-    (r"(?<![\\A-Za-z])(sqrt|pi|ln|log|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])", r"\\\1 "),
-    (r"(?<![0-9])\.(?=[0-9]|\\overline)", "0."),
-    (r"\\frac\s*([0-9]|\{[^{}]*\})\s*([0-9])", r"\\frac{\1}{\2}"),  # \frac12 is one half
-    (r"([0-9])\s*\\frac\s*\{*([0-9]+)\}*\s*\{([0-9]+)\}", r"\1 \2/\3"),  # a mixed number
-    (r"(?<![\w.])10\s*\^\s*(?:([0-9]{1,3})(?![0-9])|\{\s*(-?[0-9]{1,3})\s*\})", r"1e\1\2"),
-    (r"(?<![\w.^/])([0-9]+|[0-9]*\.[0-9]+)\s*\*\s*1e", r"\1e"),  # 3 \times 10^6
-    *((rf"(?<=[0-9])\s*(\\text\s*\{{\s*)?{x}\b", rf"e{ZEROS[x]}\1") for x in ZEROS),
-)
-KNOWN = rf"(?:square|cubic|sq|(?:{'|'.join(filter(str.isalpha, STANDARD))})s?)\b\.?"
-UNIT = rf"""(?xi) (?<=[0-9}}])(?:\s*\\text\s*\{{\s*(?!dozen|half|third|quart)([a-z][a-z./^23\ ]*)\}}
-    | (?:\ +|(?=[ckm]m|kg|lb))({KNOWN}(?:(?:\s*/\s*|\ +per\ +|\ +){KNOWN})*)
-    )(?:\s*\^\s*\{{?[23]\}}?)?"""
-FUNCTION = r"\\(?:ln|log|exp|(?:arc)?(?:sin|cos|tan|sec|csc|cot)h?)"
-TOKEN = rf"""(?x) (?:(?<=[\[({{,=])|\A)(?!\s*(?!no)[a-z]\s*[a-z]\s*(?:[,=]|\Z))\s*    # ABC, not mn
-      [A-Za-z](?:\s*[A-Za-z])+(?=\s*(?:[,=]|\Z)) | (?<!\S)[A-Za-z]{{4,}}          # two lines
-    | {FUNCTION}\s*(?:[_^]\s*(?:[0-9]|\{{[0-9]+\}}))?\s*                          # \ln 2x
-      (?:\([^()]*\)|\{{[^{{}}]*\}}|(?:[0-9A-Za-z]|\\(?:pi|alpha|beta|theta|phi)\s*)+)
-    | (?:[0-9]+|[A-Za-z])_(?:\{{[^{{}}]*\}}|[0-9A-Za-z]) | [0-9]+\ +[0-9]+/[0-9]+ # 1204_9, 2 1/3
-    | [0-9]+(?:\.[0-9]+)?(?:e-?[0-9]{{1,3}})? | \\[A-Za-z]+ | \\. | [<>!]= | \S"""
-
-
-def tokenize(text):
-    r"""LaTeX → its tokens, and its units by their names in STANDARD. Spacing disappears.
-
-    A comma joins 1,200 but not (1,200), which is a point. Letters alone are one word.
-    >>> tokenize(r"x = 1,200 \text{ square feet}"), tokenize("two lines")
-    ((['x', '=', '1200'], ['ft']), (['twolines'], []))
-    """
-    for pattern, replacement in REWRITES:
-        text = re.sub(pattern, replacement, text)
-    units = re.findall("[a-z]+", " ".join(map("".join, re.findall(UNIT, text))).lower())
-    units = [STANDARD.get(word, STANDARD.get(word.removesuffix("s"), word)) for word in units]
-    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1 ", re.sub(UNIT, " ", text)).strip(" .,;")
-    tokens = [re.sub(r"\s(?![0-9]+/)|(?<=[^\\])[{}()]", "", x) for x in re.findall(TOKEN, text)]
-    tokens = [token.lower() if token.isalpha() and len(token) > 1 else token for token in tokens]
-    return tokens, [unit for unit in units if unit not in ("square", "cubic", "sq", "per")]
-
-
-NAME = r"\\(?:pi|infty|alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi)"  # or a function of one
-NAME = rf"[A-Za-z]+(?:_.+)?|[0-9]+_.+|{NAME}|{FUNCTION}.+"
-NAMED_VALUES = {r"\pi": math.pi, r"\infty": math.inf, "e": math.e, "i": 1j}
-KINDS = {x: x for x in ("()", "(]", "[)", "[]", "{}", r"\begin\end")} | {r"\{\}": "{}"}
-OPERATIONS = {"+": operator.add, "*": operator.mul, "/": operator.truediv, "^": operator.pow}
-PRECEDENCE = {";": 1, ",": 2, "=": 3, r"\approx": 3, "!=": 3, "<": 3, "<=": 3, ">": 3, ">=": 3}
-PRECEDENCE |= {r"\cup": 4, "+": 5, "-": 5, "*": 6, "/": 6, "^": 8}
-FACTOR, SIGN, OPERAND = 6.5, 7, 9  # how tightly x binds in 2x, a sign in front, an operand
-
-
-def parse(tokens):
-    """The tree of an answer: ["x", "+", "y"] → ("+", "x", "y"). A list is a set."""
-    tokens = [*tokens, ""]  # "" is the end; what is read is taken off the list
-    tree = expression(tokens)
-    if tokens != [""]:
-        raise ValueError(f"cannot read {tokens}")
-    return ("{}", *tree[1:]) if tree[0] in (",", ";") else tree
-
-
-def expression(tokens, level=1):
-    """Reads operators of precedence `level` or more; on the right of one stands what binds more."""
-    tree = operand(tokens)
-    while True:
-        token = tokens[0]  # in 2x the sign is missing; but 2 3 is not a product
-        starts_factor = re.fullmatch(rf"[(\[{{]|\\frac|\\sqrt|{NAME}", token)
-        precedence = FACTOR if starts_factor else PRECEDENCE.get(token, 0)
-        if precedence < level:
-            return tree
-        operation = "*" if starts_factor else tokens.pop(0)
-        tree = join(tree, operation, expression(tokens, precedence + 1))
-
-
-def operand(tokens):
-    """Reads a number, a name, a bracket, or a root, a fraction or a sign and what stands behind."""
-    token = tokens.pop(0)
-    if token in ("+", "-"):
-        tree = expression(tokens, SIGN)
-        if token == "-":  # -5 is a number, -(-5) is not
-            return ("", -tree[1]) if tree[0] == "" and tree[1] > 0 else ("*", ("", -1), tree)
-        return tree
-    if token in ("(", "[", "{", r"\{", r"\begin"):
-        tree, kind = expression(tokens), KINDS[token + tokens.pop(0)]
-        if tree[0] == "," or (tree[0] == ";" and kind == "{}"):
-            return (kind, *tree[1:])
-        return tree if kind in ("()", "[]", "{}") else (kind, tree)  # (5), {5} are 5
-    if token == r"\frac":
-        return join(expression(tokens, OPERAND), "/", expression(tokens, OPERAND))
-    if token == r"\sqrt":
-        degree = expression(tokens, OPERAND) if tokens[0] == "[" else ("", 2)
-        return ("^", expression(tokens, OPERAND), ("/", ("", 1), degree))
-    if re.fullmatch(NAME, token):
-        return token
-    whole, *part = token.split()  # 2, or the mixed number 2 1/3
-    if not token.isascii() or (part and not str(Fraction(part[0]) % 1) == part[0]):
-        raise ValueError(f"not a number in lowest terms: {token!r}")
-    return ("", Fraction(whole) + sum(map(Fraction, part)))
-
-
-def join(left, operation, right):
-    """The tree of an operation: a - b is a + (-b), x > 3 is 3 < x, and sums are flat.
-
-    3/4 is a number, 6/8 an operation that is left to do. 'name=' is the sign behind a label.
-    """
-    names = left[1:] if left[0] in ("*", "()") else [left]
-    if operation == "/" and left[0] == right[0] == "":
-        if abs(right[1]) == (left[1] / right[1]).denominator > 1:
-            return ("", left[1] / right[1])
-    elif operation in ("=", r"\approx") and all(isinstance(name, str) for name in names):
-        operation = "name="  # x = 5, f(x) = 5, (x, y) = (1, 2)
-    elif operation == "-":
-        operation, right = "+", ("*", ("", -1), right)
-    elif operation in (">", ">="):
-        operation, left, right = operation.replace(">", "<"), right, left
-    is_flat = operation in (";", ",", r"\cup", "+", "*") and left[0] == operation
-    return (operation, *(left[1:] if is_flat else [left]), right)
-
-
-def same_answer(answer, truth):
-    """Whether two trees agree; numbers and expressions by value. x = 5 says 5. A set has no order,
-    but where only one answer names its values, as in x = 1, y = 2, these have one."""
-    trees = (answer, truth)
-    if (answer[0] == "name=") != (truth[0] == "name="):
-        answer, truth = trees = [tree[2] if tree[0] == "name=" else tree for tree in trees]
-    if all(isinstance(tree, str) or tree[0] in ("", *OPERATIONS) for tree in trees):
-        return same_value(answer, truth)
-    if answer[0] != truth[0] or len(answer) != len(truth):
-        return False
-    names = [len({part[1] for part in tree[1:] if part[0] == "name="}) > 1 for tree in trees]
-    if truth[0] not in ("{}", r"\cup") or names[0] != names[1]:
-        return all(map(same_answer, answer[1:], truth[1:]))
-    partners = list(truth[1:])
-    for item in answer[1:]:
-        partner = next((other for other in partners if same_answer(item, other)), None)
-        if partner is None:
-            return False
-        partners.remove(partner)
-    return True
-
-
-def same_value(answer, truth):
-    """Whether an expression has the value of another, and its form.
-
-    Fractions are compared exactly, other numbers to nine digits; variables get two fixed values.
-    5 + 6 is no number. A sum, be it over a number, must have as many terms: x^2 - 1 is not
-    (x - 1)(x + 1), where the factors are asked for.
-    """
-    for sign in (1, -1):
-        values = value(answer, sign), value(truth, sign)
-        exact = all(isinstance(number, Fraction) for number in values)
-        if not (values[0] == values[1] if exact else cmath.isclose(*values)):
-            return False
-    if "" in (answer[0], truth[0]):
-        return answer[0] == ""
-    trees = (answer, truth)
-    sums = [tree[1] if tree[0] == "/" and tree[2][0] == "" else tree for tree in trees]
-    sizes = [[len(x) if x[0] == "+" else 2 for x in pair] for pair in (trees, sums)]
-    return any(first == second for first, second in sizes)
-
-
-def value(tree, sign):
-    """The number that a tree stands for; a variable is a fixed fraction of that sign."""
-    if tree[0] == "":
-        return Fraction(tree[1])
-    if isinstance(tree, str):
-        some = random.Random(f"{sign} {tree}").randrange(5000, 15000)
-        return NAMED_VALUES.get(tree) or sign * Fraction(some, 10007)
-    first, *others = (value(part, sign) for part in tree[1:])
-    if tree[0] == "^" and len(str(first)) * abs(others[0]) > MAX_DIGITS:
-        raise ValueError("too large")
-    return functools.reduce(OPERATIONS[tree[0]], others, first)
+    units_in_both = has_units(answer) and has_units(truth)
+    return not units_in_both or read(answer) == read(truth)
 
 
 def is_compared_as_text(solution):
-    with suppress(*NOT_READ):
-        return not parse(tokenize(solution)[0])
-    return True
+    r"""Whether a part of a solution is no number, word or name: 2\sqrt{3}, but not 2, Yes or \pi.
+
+    No other spelling of such a part, such as \sqrt{12}, is paid.
+    """
+
+    def is_text(value):
+        if isinstance(value, tuple):
+            return any(is_text(part) for part in value[1:])
+        words_or_name = r"[A-Za-z ]+|-?\\?[A-Za-z]+"
+        return isinstance(value, str) and not re.fullmatch(words_or_name, value)
+
+    text = solution_text(solution)
+    return len(text) > MAX_LENGTH or is_text(read(rewrite(text), with_units=False))
+
+
+def first_of_row(table):
+    """A table of words, its rows cut by | or lines → {word: the first word of its row}."""
+    rows = table.replace("\n", "|").split("|")
+    return {word: row.split()[0] for row in rows for word in row.split()}
+
+
+# The first of a row is the spelling that is compared.
+SPELLINGS = first_of_row(r"""* \cdot \times · × | - − – | \pm ± | \cup ∪ | \sqrt √ | ^2 ² | ^3 ³
+= \in ∈ | < \lt | > \gt | ≠ \ne \neq != | ≤ \le \leq \leqslant <= | ≥ \ge \geq \geqslant >=
+\frac{1}{2} ½ | \frac \dfrac \tfrac \cfrac | \binom \dbinom \tbinom
+\infty ∞ | \emptyset \varnothing ∅ | \text \textbf \mathrm \mathbf \mbox
+percent \% % | degree \degree ° | dollar \$ | euro €
+\alpha α | \beta β | \gamma γ | \theta θ | \lambda λ | \mu μ | \pi π | \sigma σ | \phi φ""")
+BLANKS = r"\, \; \: \! \( \) \[ \] $ ~ \left \right \big \Big \quad \qquad \displaystyle"
+SPELLINGS |= dict.fromkeys(BLANKS.split(), " ")
+
+
+def one_spelling(sign):
+    """The match of a sign → the spelling of it that is compared, with a space on either side."""
+    return " " + SPELLINGS.get(sign[0], sign[0]) + " "
+
+
+def without_commas(number):
+    """The match of 1,200 → 1200."""
+    return number[0].replace(",", "")
+
+
+SIGN = r"\\[A-Za-z]+|\\.|[<>!]=|[$%~]|[^\x00-\x7f]"  # a command such as \pi or \%, or a sign
+THOUSANDS = r"(?<![0-9.])[1-9][0-9]{0,2}(,[0-9]{3})+(?![0-9])"
+OUTSIDE = r"(?![^(\[{]*[)\]}])"  # of brackets: the next bracket does not close one
+NO_RELATION = "(?=[^=<>≤≥≠]*$)"  # such as x > 1 follows
+BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # with what stands in them, perhaps braces again
+IN_FRONT = r"(?<![^,=(\[{])"  # of an element
+REWRITES = (  # in this order, each with an example
+    ("[\u200b-\u200d\u2060\ufeff]", ""),  # marks that have no width
+    (r"\\\\(?=[a-z])", r"\\"),  # \\frac is \frac
+    (r"(?<=[0-9])(\{,\}|,\\!|\\,) *(?=[0-9]{3}(?![0-9]))", ""),  # 1{,}200 is 1200
+    (r"(?<![0-9.,])(\\\$|€) *(-?[0-9.,]*[0-9])", r"\2\1"),  # \$5 is 5\$
+    (r"\^ *\{? *\\circ *\}?", "°"),  # 90^\circ is 90°
+    (SIGN, one_spelling),  # \dfrac is \frac
+    (THOUSANDS + OUTSIDE, without_commas),  # 1,200 is 1200; but (1,200) is a pair
+    (r"\\text *\{([^{}]*)\bm\b", r"\\text{\1meter"),  # \text{ m}: elsewhere m is a variable
+    (r"\\text *\{([^{}]*)\bs\b", r"\\text{\1second"),  # \text{ m/s}
+    (r"\\text *\{([^{}]*)\}", r" \1 "),  # \text{Yes} is Yes
+    (r"(\\(?:frac|binom|sqrt|overline)) *([0-9A-Za-z])", r"\1{\2}"),  # \sqrt3 is \sqrt{3}
+    (rf"(\\(?:frac|binom) *{BRACES}) *([0-9A-Za-z])", r"\1{\2}"),  # \frac{1}2 is \frac{1}{2}
+    (r"([\^_]) *(-?[0-9]+|[A-Za-z])", r"\1{\2}"),  # x^2 is x^{2}
+    (r"(?<![0-9])\.(?= *[0-9\\])", "0."),  # .5 is 0.5
+    (";", ","),  # 1; 2 is 1, 2
+    (r"\s+", " "),  # one space, so that the next rows need not count them
+    (rf",? ?\band\b{NO_RELATION}", ","),  # 2, 3, and 5 is a list; x > 1 and x < 5 is none
+    (rf",? ?\bor\b{NO_RELATION}", ";"),  # 2 or 3 is a list as well
+    (r" (?![A-Za-z0-9])|(?<![A-Za-z0-9]) ", ""),  # x + 1 is x+1
+    (r"(?<=[0-9]) (?=[A-Za-z])|(?<=[A-Za-z]) (?=[0-9])", ""),  # 2 x is 2x; but 5 6 is not 56
+    (r"\\([{}])", r"\1"),  # \{1,2\} is {1,2}
+    (rf"{IN_FRONT}\+", ""),  # +2 is 2
+    (rf"{IN_FRONT}\\frac\{{-([0-9]+)\}}", r"-\\frac{\1}"),  # \frac{-1}{2} is -\frac{1}{2}
+)
+
+
+def rewrite(text):
+    r"""An answer in the one spelling in which answers are compared.
+
+    >>> rewrite(r"$x = \dfrac12 \text{ cm}$"), rewrite(r"\left( 1,\, 1{,}200 \right)")
+    ('x=\\frac{1}{2}cm', '(1,1200)')
+    """
+    for pattern, replacement in REWRITES:
+        text = re.sub(pattern, replacement, text)
+    return text.strip().rstrip(".,")
+
+
+GREEK = "alpha|beta|gamma|delta|theta|lambda|mu|sigma|phi|omega"
+NAME = rf"(?:[A-Za-z]|\\(?:{GREEK}))(?:_\{{[^{{}}]+\}})?(?:\([a-z]\))?"  # x, x_{1}, f(x)
+POINT = r"\([a-z](?:,[a-z])+\)"  # (x,y)
+LABEL = rf"(?<![^,])({NAME}|{POINT})="  # at the beginning or behind a comma
+
+
+def without_label(text):
+    """The value of "x=5" is "5", of "x=1,x=2" "1,2"; but "x=1,y=2" has more to say."""
+    one_label = len(set(re.findall(LABEL, text))) == 1
+    return re.sub(LABEL, "", text) if one_label else text
+
+
+def read(text, with_units=True):
+    r"""A rewritten answer → a value that is equal (==) for equal answers.
+
+    A number is a Fraction; a list, a pair, an equation or a quantity is a tuple whose first element
+    says what it is; the rest is text.
+    >>> read("(0.5,x)"), read("2,1"), read("5cm")
+    (('()', Fraction(1, 2), 'x'), ('{}', Fraction(1, 1), Fraction(2, 1)), ('cm', Fraction(5, 1)))
+    """
+    elements = split_list(text)
+    if len(elements) > 1:
+        values = [read(element, with_units) for element in elements]
+        if ";" in text and all(value == values[0] for value in values):
+            return values[0]  # 1/2 or 0.5: one number in two spellings
+        return ("{}", *sorted(values, key=repr))  # in any order
+    if is_one_bracket(text):
+        kind = text[0] + text[-1]
+        elements = split_list(text[1:-1])
+        if kind == "{}" or (kind == "()" and len(elements) == 1):  # (5) and {5} are 5
+            return read(text[1:-1], with_units)
+        return (kind, *[read(element, with_units) for element in elements])
+    if text.count("=") == 1:
+        left, _, right = text.partition("=")
+        return ("=", read(left, with_units), read(right, with_units))
+    quantity, unit = split_unit(text)
+    value = number(quantity)
+    if value is None:
+        value = quantity
+    elif "percent" in unit and abs(value) <= 1:
+        return (unit, value)  # a share such as 0.5 is not 0.5 percent
+    return (unit, value) if unit and with_units else value
+
+
+def has_units(text):
+    """Whether a rewritten answer has a unit somewhere."""
+    return read(text) != read(text, with_units=False)
+
+
+def depths(text):
+    """In how many brackets each sign of a text stands: "(a)b" → [1, 1, 0, 0]."""
+    steps = [(sign in "([{") - (sign in ")]}") for sign in text]
+    return list(itertools.accumulate(steps))
+
+
+def split_list(text):
+    """The elements between commas that stand in no bracket: "(1,2),3" → ["(1,2)", "3"]."""
+    cuts = [i for i, depth in enumerate(depths(text)) if depth == 0 and text[i] in ",;"]
+    starts = [0] + [cut + 1 for cut in cuts]
+    return [text[start:end] for start, end in zip(starts, cuts + [len(text)])]
+
+
+def is_one_bracket(text):
+    """Whether the first sign is a bracket that the last one closes: (1,2), but not (1)(2) or ()."""
+    return len(text) > 2 and text[0] in "([{" and text[-1] in ")]}" and 0 not in depths(text)[:-1]
+
+
+UNITS = first_of_row("""percent | degree degrees | radian radians
+dollar dollars | cent cents | euro euros | pound pounds lb lbs | ounce ounces oz
+mm | cm centimeter centimeters | meter meters | km kilometer kilometers
+inch inches in | foot feet ft | yard yards | mile miles | mph | square sq | cubic | per
+ml | liter liters | gallon gallons | cup cups | gram grams | kg kilogram kilograms | ton tons
+second seconds | minute minutes min | hour hours | day days | week weeks | month months
+year years | unit units | way ways | time times | point points | value values
+solution solutions | person people | student students | child children | man men | woman women
+book books | page pages | apple apples | ball balls | card cards | coin coins""")
+
+
+def split_unit(text):
+    r"""A quantity and its unit, "" where there is none that is known.
+
+    >>> split_unit(r"16\pi cm^{2}"), split_unit("25square feet"), split_unit("3x")
+    (('16\\pi', 'cm square'), ('25', 'foot square'), ('3x', ''))
+    """
+    parts = re.fullmatch(r"((?:[-+*/^_.0-9(){} ]|\\frac|\\sqrt|\\pi)+?)([A-Za-z].*)", text)
+    if parts is None:
+        return text, ""
+    unit = parts[2].lower().replace("/", " per ")
+    unit = unit.replace("^{2}", " square").replace("^{3}", " cubic")
+    unit = re.sub(r"\b(square|sq|cubic) (\w+)", r"\2 \1", unit)
+    words = [UNITS.get(word) for word in unit.split()]
+    if None in words or words[0] in ("per", "square", "cubic"):
+        return text, ""
+    return parts[1].strip(), " ".join(words)
+
+
+def number(text):
+    r"""The value of a number, or None: 0.75, 1.5e3, 0.\overline{3}, 3/4, \frac{3}{4}, 2\frac{1}{3}.
+
+    >>> number("0.75"), number(r"2\frac{1}{3}"), number("6/8")  # the last can still be reduced
+    (Fraction(3, 4), Fraction(7, 3), None)
+    """
+    if re.fullmatch(r"-?[0-9]*\.?[0-9]+([eE][-+]?[0-9]{1,2})?", text):
+        return Fraction(text)
+    sign = -1 if text.startswith("-") else 1
+    digits = text.removeprefix("-")
+    repeating = re.fullmatch(r"([0-9]+\.([0-9]*))\\overline\{([0-9]+)\}", digits)
+    if repeating:
+        start, places, period = repeating.groups()
+        rest = Fraction(int(period), 10 ** len(period) - 1) / 10 ** len(places)
+        return sign * (Fraction(start + "0") + rest)
+    digits = re.sub(r"\\frac\{([0-9]+)\}\{([0-9]+)\}$", r" \1/\2", digits).strip()
+    mixed = re.fullmatch(r"(?:([0-9]+) )?([0-9]+/[1-9][0-9]*)", digits)
+    if mixed is None:
+        return None
+    whole, part = mixed.groups()
+    fraction = Fraction(part)
+    if str(fraction) != part or (whole and fraction > 1):
+        return None
+    return sign * (int(whole or 0) + fraction)
 
 
 # --------------------------------------------------------- The two tasks, and their prompts

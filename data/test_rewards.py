@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import re
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -90,97 +89,6 @@ def test_kk_format_and_what_the_prompt_has_opened():
     for truth in ("nobody here", "(1) Ann is a knight\n(2) Ann is a knave", None):
         with pytest.raises(ValueError, match="`solution` does not give each name one"):
             rewards.kk_reward(["a", "b"], [TRUTH, truth])
-
-
-BOXES = r"""\boxed{1} or \fbox{2} | 2 || \boxed{\frac{1}{2}} } | \frac{1}{2} || $\boxed 5$ eggs | 5
-\boxed{\left\{ 1 \right.} | \left\{ 1 \right. || \boxed{3}, in \boxed as told | 3
-\boxed{1}</think> no. | None || \boxed{1} no: \boxed{2 | None || \boxed{3} (`\boxed`) | 3"""
-
-
-def test_the_last_box_is_read():
-    for text, content in (row.split(" | ") for row in re.split(r" \|\| |\n", BOXES)):
-        assert str(rewards.extract_boxed(text)) == content, text
-    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", r"\boxed{%s}" % ("4" * 10_000)]
-    texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
-    assert rewards.math_reward(texts, [r"$\boxed{42}$"] * 4, level=[1] * 4) == [1.0, 0.0, 0.0, 1.0]
-    for function in (rewards.kk_reward, rewards.math_reward):
-        with pytest.raises(ValueError, match=r"argument [23] is shorter than argument"):
-            function(["", ""], [TRUTH])
-
-
-RIGHT = r"""
-11 | 11.0 | 011 | +11 | (11) | 11. | f(x)=11 | \text{Area} = 11 | $11$ | 11\text{ cm}^2 | \{11\}
-11 | \$11 | 11\% | 11^\circ | 11 square feet | \mathrm{11} | 11\ \mathrm{m/s^2} | \[ 11 \] | 11cm
-11 | 11\text{ cm}² | €11 | 11 miles per hour | 11^{\text{th}} | 11 (feet) | x = 5 + 6 = 11
-11 | \angle PQR = 11^\circ | a_{n+1} = 11 | |PQ| = 11  ;;  5 lb | 5 pounds | 5\text{ lbs} | 5
-\frac{3}{4} | 3/4 | .75 | \dfrac 3 4 | \tfrac{3}4 | \left(\frac{3}{4}\right) | \\frac{3}{4}
-\frac{7}{3} | 2\frac{1}{3} | 2\frac13 | 2 1/3  ;;  500 | 5 hundred  ;;  9\text{ goals} | 9
-1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | 1.2\times 10^3 | \$1,200 | 1.2 thousand
-2\sqrt{3} | \sqrt{12} | \sqrt3\cdot 2 | 2√3 | 2 sqrt(3) | \frac{6}{\sqrt3} | x = 2√3 \approx 3.46
-\frac{\pi}{4} | 0.25\pi | \theta = \frac{π}{4}  ;;  \frac{\sqrt{33}-3}{3} | \frac{\sqrt{33}}{3} - 1
-2001+25i | 25i+2001  ;;  1204_9 | 1204_{9}  ;;  4·10^{12} | 4·10^12  ;;  6+5 | 11  ;;  \frac12 | ½
-\{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3  ;;  \frac{2}{\sqrt5+1} | \frac{2}{1+\sqrt5}
-\pm 2 | 2, -2 | x = 2 \text{ or } x = -2  ;;  \{1 \pm \sqrt{2}, 5\} | 5, 1 - \sqrt2, 1 + \sqrt2
-x = 1, y = 2 | 1, 2 | y = 2, x = 1  ;;  x = 3, x = 1 | 1, 3  ;;  mn | n \cdot m
-(1, \frac12) | \left( 1,\, 0.5 \right) | (x, y) = (1, 0.5)  ;;  x > 3 | 3 < x | x \gt 3
-x \in [0, \infty) | [0, ∞)  ;;  (-\infty,1)\cup(2,3] | (2,3] ∪ (-∞,1)  ;;  8\text{ a.m.} | 8 AM
-\binom52 | \dbinom52  ;;  \sin^2 x | \sin^{2}(x)  ;;  x\sin 2x + \ln 3 | \ln(3) + \sin(2x)x
-x^2 + 2x + 9 | 9 + 2x + x(x)  ;;  \frac{x-2}{3} | \frac{x}{3} - \frac23  ;;  (n-2) 2^{n} | 2^n(n-2)
-\frac{18+3c}{7} | (3c + 18)/7  ;;  \text{(B)} | B | (B)  ;;  \text{Yes} | yes  ;;  x \neq 3 | x ≠ 3
-\begin{pmatrix} 1/2 & 0 \\ 0 & 1 \end{pmatrix} | \left[\begin{array}{c}.5&0\\0&1\end{array}\right]
-"""
-
-WRONG = r"""
-ABC | CAB  ;;  3 hours 2 minutes | 2 hours 3 minutes  ;;  40 | 0.4  ;;  1, 1, 2 | 1, 2, 2
-0 | 10^{-13}\pi | e^{-40} | x - y = 0 | 3x = 0  ;;  x^{400} | x^{400} + x  ;;  1/0 | 2/0
-A | \text{(A)}\text{(B)} | B | A or B  ;;  2^{100} - 1 | 2^{100} + 1  ;;  x > 3 | x \ge 3 | x < 3
-\$5 | 5 cents | €5  ;;  5 \text{ a.m.} | 5 \text{ p.m.}  ;;  8:30 AM | 8:30 PM  ;;  25 | 5 cm^2
-5 | 5 or maybe 6 | 5\text{ or }6 | 5 \text{ million} | 5 6 | -5 | 5☃ | ٥ | \text{five} | 5 trillion
-5 | 5 hundred | 5 dozen | 5\text{ dozen} | 5 \text{ or six} | 5\text{ is wrong} | 5 minus one
-5 | 5 \text{ halves} | 5\text{ no, it is seven} | 5 squared | 5:00 | 5 < x | 5 xy | 5 x/y | 5 m/x
-5 cm | 5 km | 5 inches | 5 pounds | 5 hundred cm  ;;  7\text{ days} | 7 weeks | 7 days 2 hours
-x = 1, y = 2 | 2, 1 | x = 2, y = 1 | 1 | (2, 1)  ;;  x \approx 2.1 | x \approx 5  ;;  x | -x | y
-\binom{8}{2} | \binom{4}{4}  ;;  2\lfloor x\rfloor | \lfloor 2x\rfloor  ;;  \log_2 3 | \log_3 2
-\text{two lines} | \text{two lakes}  ;;  \frac{1}{3} | 0.333  ;;  \sin x | nis x | \sin 2x | \cos x
-\sqrt{2} | 1.41 | \sqrt[3]{2}  ;;  \ln(2)x | \ln(2x)  ;;  9^{9^9} | 9^{9^{8^9}}  ;;  (1,200) | 1200
-(1, 2) | (2, 1) | [1, 2] | (1, 2, 3) | 1, 2  ;;  \begin{pmatrix} 1 \\ 2 \end{pmatrix} | (1, 2)
-"""
-
-# Right in value, but not answers: what is still to be done, or would be a copy of the question.
-UNFINISHED = r"""
-11 | 6 + 5 | x = 12 - 1 | 5.5 \cdot 2 | 22/2 | \frac{11}{1} | \sqrt{121} | -(-11) | 11+x-x | 11^1
-\frac{3}{4} | 6/8 | \frac{1.5}{2} | 1 - \frac14 | 3 \cdot \frac14  ;;  1024 | 2^{10}
-3\sqrt3 | 2\sqrt3 + \sqrt3 | \sqrt{12} + \sqrt3  ;;  1 + \sqrt2 | \frac{1}{\sqrt2 - 1}
-3 + 4i | (2 + i)^2 | i(4 - 3i)  ;;  (4, 6) | (1,2) + (3,4)  ;;  279 | 2104_5  ;;  -1 | e^{i\pi}
-1 | \ln e | \cos 0  ;;  6 | \sqrt{36}
-x^2 - 1 | (x-1)(x+1) | x^2 - 2 + 1  ;;  (x-1)(x+1) | x^2 - 1  ;;  \frac{7}{3} | 2 2/6
-"""
-
-
-@pytest.mark.parametrize(("table", "right"), [(RIGHT, True), (UNFINISHED, False), (WRONG, False)])
-def test_answers_match(table, right):
-    rows = [row.strip().split(" | ") for row in table.replace(";;", "\n").strip().splitlines()]
-    pairs = [(predicted, expected) for expected, *answers in rows for predicted in answers]
-    assert [pair for pair in pairs if rewards.answers_match(*pair) is not right] == []
-    assert all(rewards.answers_match(same, same) for same, *_ in [*rows, ["9" * 999]])
-
-
-PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ 2^ 9! 1/ x= 1< 1, 1\cup \pm x_ % 1_ €
-\begin{pmatrix} & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea and i π ² ٥ 𝟓 $ 5cm
-\infty 9^{9^{9}} 9^{999} 99999999999999999999999999999999 \boxed \sin^2"""
-
-
-def test_no_text_raises_or_hangs():
-    rng = random.Random(0)
-    pieces = [*PIECES.split(), "1 1/2 ", "\u200f", "\ud800", "\x00", "5 feet per ", r"\boxed "]
-    texts = [piece * (size // len(piece)) + "4" for piece in pieces for size in (290, 990)]
-    texts += ["".join(rng.choices(pieces, k=rng.choice((3, 9, 40)))) for _ in range(2000)]
-    texts += [piece * (10**6 // len(piece)) for piece in (r"\boxed{", "</think>", "{", " ", "9")]
-    for text in texts:
-        boxed = [rf"\boxed{{{text}}}", text]
-        assert rewards.math_reward(boxed, ["17", "3x+(1,2)"]) == [0.0, 0.0], text
-        rewards.math_reward(boxed[:1], [text + " "])  # either verdict
-        assert rewards.kk_reward([text, f"</think><answer>{text}</answer>"], [TRUTH] * 2)[0] == -3.0
 
 
 # ------------------------------------------------------------------------------ data
