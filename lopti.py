@@ -106,7 +106,7 @@ class Settings:
     eval_data: str = setting("", "in the same forms; else a tenth of --data, or our own rows")
     reward: str = setting("", "your own, MODULE:FUNCTION, f(completions, solution, **columns)")
     solved_reward: float = setting(None, "a response is right from this reward on", -1e9, 1e9)
-    people: list = setting((2, 3), "kk: sizes of puzzles")
+    people: tuple = setting((2, 3), "kk: sizes of puzzles")
     dtype: str = setting("float32", "of forward passes", choices=("float32", "bfloat16"))
     device: str = setting("auto", "auto: cuda where there is one, or cpu")
 
@@ -986,9 +986,9 @@ def tell_step(lines, last, progress, settings):
         print(f"step {step} of {last}: reward {reward:.2f}, accuracy {accuracy:.2f}")
     if metrics["nonfinite_steps"]:
         tqdm.write(f"step {step}: left out an update whose gradient was not finite")
-    if settings.advantage == "grpo" and steps_without_advantages(lines) == 1:
-        if metrics["frac_reward_zero_std"] == 1:  # the first such step
-            tqdm.write(f"step {step}: no group has unequal rewards, so there is nothing to learn")
+    equal = metrics["frac_reward_zero_std"] == 1 and settings.advantage == "grpo"
+    if equal and steps_without_advantages(lines) == 1:  # the first such step
+        tqdm.write(f"step {step}: no group has unequal rewards, so there is nothing to learn")
 
 
 def steps_without_advantages(lines):
@@ -1233,7 +1233,7 @@ def build_parser():
         options = {"help": each.metadata["meaning"]}
         if each.type is bool:
             options["action"] = "store_true"
-        elif each.type is list:
+        elif each.type is tuple:
             options |= {"type": int, "nargs": "+"}
         else:
             options |= {"type": each.type, "choices": each.metadata["choices"]}
@@ -1309,7 +1309,8 @@ def open_streams():
     """Output takes any sign, a line at a time; where it is closed, it goes nowhere."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            nowhere = open(os.devnull, "w")  # noqa: SIM115, open until the end
+            setattr(sys, name, nowhere)
         getattr(sys, name).reconfigure(errors="backslashreplace", line_buffering=True)
 
 

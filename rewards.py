@@ -3,9 +3,6 @@ r"""The tasks: rule-based rewards for puzzles and mathematics, their prompts, an
     kk_reward(completions, solution, **columns) -> list[float]      3, -0.5, -1 or -3 each
     math_reward(completions, solution, **columns) -> list[float]    1 or 0 each
 
-Mathematics is compared by value where an answer is a number, element by element where it is a list,
-a set, a pair or an interval, and as text everywhere else: \sqrt{12} earns nothing for 2\sqrt{3}.
-
 A completion is a string, or a list of chat messages whose last one counts. Any text gets a reward;
 none raises. TRL calls rewards in this way (the data set needs a column `solution`):
 

@@ -30,7 +30,7 @@ parser.add_argument("processes", type=int, nargs="?", default=2, choices=[1, 2])
 PROCESSES = parser.parse_args().processes
 if importlib.util.find_spec("trl"):
     parser.error(
-        "TRL is installed here, and verl 0.9.1 fails beside it: make verl its own environment"
+        "TRL is installed here, and verl 0.9.1 fails beside it: make an environment for verl alone"
     )
 SCREEN = os.dup(2)
 log, LOG = tempfile.mkstemp(prefix="check_verl-", suffix=".log")

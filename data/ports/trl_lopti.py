@@ -146,8 +146,8 @@ def trl_settings(settings, processes=1, accumulation=1):
 def main():
     parser = make_parser()
     flags = parser.parse_args()
-    if flags.output.exists() and any(flags.output.iterdir()):
-        parser.error(f"{flags.output} holds an earlier model: choose another --output")
+    if flags.output.is_file() or (flags.output.is_dir() and any(flags.output.iterdir())):
+        parser.error(f"{flags.output} is there and not empty: choose another --output")
     # which TRL itself asks for
     warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     settings = lopti.Settings(alpha=flags.alpha, eta=flags.eta)
@@ -176,4 +176,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(lopti.exit_code(main, "trl_lopti.py"))

@@ -43,11 +43,11 @@ class LoptiTrainer(PPOTrainerSync):
             return super()._update_actor(batch, metrics)
         (old, mask), offsets = self._read(batch, "old_log_probs", "response_mask")
         low = old.exp() < eta
-        for stage, tokens in (("low", low), ("high", ~low)):
-            stage_metrics = {}
+        for name, tokens in (("low", low), ("high", ~low)):
+            of_pass = {}
             batch = self._write(batch, "response_mask", mask * tokens, offsets)
-            batch = super()._update_actor(batch, stage_metrics)
-            metrics.update({f"{stage}/{name}": value for name, value in stage_metrics.items()})
+            batch = super()._update_actor(batch, of_pass)
+            metrics.update({f"{name}/{metric}": value for metric, value in of_pass.items()})
         return self._write(batch, "response_mask", mask, offsets)
 
 
