@@ -132,6 +132,7 @@ class Settings:
                 continue
             if not low <= value <= high:  # nor is NaN
                 raise UserError(f"{flag(each.name)} must lie between {low} and {high}, not {value}")
+        self.people = tuple(self.people)
         if self.reward and self.solved_reward is None:
             raise UserError("--reward needs --solved-reward: from which on is a response right?")
         if self.solved_reward is None:
@@ -998,6 +999,8 @@ def steps_without_advantages(lines):
 
 def run_folder(settings):
     """The folder of a run; made unless it is resumed."""
+    if settings.resume:
+        refuse_changes(settings)  # a library call may have other settings
     name = settings.name or settings.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
     folder = Path(settings.resume or Path(settings.output) / name).expanduser().resolve()
     with user_errors(f"cannot make {folder}: choose another --output or --name, or --resume it"):
@@ -1258,17 +1261,29 @@ def parse_arguments(words=None):
     given = vars(build_parser().parse_args(words))
     if not given.get("resume"):
         return Settings(**given)
-    path = Path(given["resume"]).expanduser() / "config.json"
-    with user_errors(f"--resume {given['resume']}: name the folder of a run, runs/NAME"):
+    settings = Settings(**(saved_settings(given["resume"]) | given))
+    refuse_changes(settings)
+    return settings
+
+
+def saved_settings(folder):
+    """The settings in a run's config.json, by name."""
+    path = Path(folder).expanduser() / "config.json"
+    with user_errors(f"--resume {folder}: name the folder of a run, runs/NAME"):
         config = json.loads(path.read_text())
-    saved = {each.name: config.get(each.name) for each in fields(Settings)}
     lacking = ", ".join(each.name for each in fields(Settings) if each.name not in config)
     if lacking:
         raise UserError(f"{path} lacks {lacking}, as another version made it: start a new run")
-    for name, value in given.items():
+    return {each.name: config[each.name] for each in fields(Settings)}
+
+
+def refuse_changes(settings):
+    """UserError where a run would go on by other settings than its own."""
+    saved = saved_settings(settings.resume)
+    as_saved = json.loads(json.dumps(asdict(settings)))  # with lists for tuples
+    for name, value in as_saved.items():
         if name not in MAY_CHANGE and value != saved[name]:
             raise UserError(f"--resume cannot change {flag(name)}: start a new run for that")
-    return Settings(**(saved | given))
 
 
 def exit_code(program, name):
