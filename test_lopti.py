@@ -1336,7 +1336,7 @@ KK_RUN = {
     "model": "Qwen/Qwen2.5-3B-Instruct",
     "data": f"{KK}:train:{SIZES}",
     "eval_data": f"{KK}:test:{SIZES}",
-    "people": [3, 4, 5, 6, 7],
+    "people": (3, 4, 5, 6, 7),
     "steps": 351,
     "solved_reward": 3,
     "dtype": "bfloat16",
@@ -1390,8 +1390,9 @@ def test_a_flag_is_a_setting_and_its_limits_hold_for_both():
     """lopti.Settings(alpha=2) is refused as --alpha 2 is; both ends of the limits are allowed."""
     flags = "--alpha 1 --eta 1 --order high --top-entropy 1 --passes 2 --people 2 5 --stapo"
     changes = {"alpha": 1.0, "eta": 1.0, "order": "high", "top_entropy": 1.0, "passes": 2}
-    changes |= {"people": [2, 5], "stapo": True}
+    changes |= {"people": (2, 5), "stapo": True}
     assert settings_of(flags) == lopti.Settings(**changes)
+    assert lopti.Settings(people=[2, 5]) == lopti.Settings(people=(2, 5))
     assert lopti.Settings(alpha=0, eta=0, kl_coef=0, steps=0, seed=2**32 - 1).steps == 0
     wrong = [{"alpha": 1.01}, {"alpha": -0.1}, {"alpha": math.nan}, {"eta": 1.5}, {"passes": 0}]
     wrong += [{"group_size": 1}, {"order": "low"}, {"advantage": "ppo"}, {"task": "chess"}]
@@ -1614,10 +1615,13 @@ def test_resume_changes_only_what_does_not_change_the_run(run_copy, capsys):
     own = "--alpha 0.3 --people 2 --seed 0 --mini-batch-size 4 "
     settings = vars(settings_of(f"--resume {run_copy} {free} {own}"))
     config = json.loads((run_copy / "config.json").read_text())
+    settings["people"] = list(settings["people"])  # as in the file
     changed = {name for name, value in settings.items() if value != config[name]}
     names = [flag.replace("-", "_") for flag in re.findall(r"--([a-z-]+)", free)]
     assert changed == {"resume", *names}
     assert settings["alpha"] == 0.3
+    with pytest.raises(lopti.UserError, match="--resume cannot change"):
+        lopti.train(lopti.Settings(model=str(SMALL), resume=str(run_copy), task="math"))
     for flag in ("--alpha 0.4", "--stapo", "--people 2 3", "--seed 1", "--name n"):
         told = refused(capsys, f"--resume {run_copy} {flag}")
         assert f"cannot change {flag.split()[0]}:" in told
