@@ -1582,7 +1582,7 @@ def test_killed_and_resumed_to_the_last_bit(finished_run, tmp_path, seed):
         while not (folder / "config.json").exists():
             assert process.is_alive()
             time.sleep(0.01)
-        process.join(rng.uniform(0, 2.5))
+        process.join(rng.uniform(0, 1))
         process.kill()
         process.join()
         flags = f"--resume {folder}"
