@@ -214,7 +214,7 @@ BAD = {  # why a row is left out: such rows
     "with choices that its question does not show": [
         {**GOOD, "choices": ["7", "8"]},
         {**GOOD, "options": "?2"},  # as csv has it: one text
-        {"problem": "Is 2 even, Anna?", "options": {"A": "yes", "B": "no"}, "answer": "A"},
+        {"problem": "Is 2 even, Anna and Ben?", "options": {"A": "yes", "B": "no"}, "answer": "A"},
     ],
     "the number of a choice": [{"problem": "1, or 2?", "choices": ["1", "2"], "answer": 1}],
     "longer than --max-prompt-length 400": [{**GOOD, "problem": "Hm? " * 999}],
