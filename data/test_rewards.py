@@ -227,6 +227,7 @@ SOLUTIONS = {  # the same of answers
     "is a sentence": ["One and one are two, so 2"],
     "a spreadsheet has made a date": ["4-Mar", "Mar-04"],
     "with two spellings of one answer": [r"$\frac12$ or $0.5$"],
+    "whose solution --task math cannot read": [r"\frac{1}{2"],
 }
 for why, answers in SOLUTIONS.items():
     BAD[why] = BAD.get(why, []) + [{**GOOD, "answer": answer} for answer in answers]
