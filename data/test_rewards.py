@@ -214,7 +214,7 @@ BAD = {  # why a row is left out: such rows
     "with choices that its question does not show": [
         {**GOOD, "choices": ["7", "8"]},
         {**GOOD, "options": "?2"},  # as csv has it: one text
-        {"problem": "Is 2 even, Anna?", "options": {"A": "yes", "B": "no"}, "answer": "A"},
+        {"problem": "Is 2 even, Anna and Ben?", "options": {"A": "yes", "B": "no"}, "answer": "A"},
     ],
     "the number of a choice": [{"problem": "1, or 2?", "choices": ["1", "2"], "answer": 1}],
     "longer than --max-prompt-length 400": [{**GOOD, "problem": "Hm? " * 999}],
@@ -227,6 +227,7 @@ SOLUTIONS = {  # the same of answers
     "is a sentence": ["One and one are two, so 2"],
     "a spreadsheet has made a date": ["4-Mar", "Mar-04"],
     "with two spellings of one answer": [r"$\frac12$ or $0.5$"],
+    "whose solution --task math cannot read": [r"\frac{1}{2"],
 }
 for why, answers in SOLUTIONS.items():
     BAD[why] = BAD.get(why, []) + [{**GOOD, "answer": answer} for answer in answers]
