@@ -1282,7 +1282,7 @@ def test_eval_only_shows_three_answers_and_leaves_no_run(tmp_path, capsys):
     few = tmp_path / "few.jsonl"
     write_jsonl(few, read_jsonl(ROOT / "data" / "kk_test.jsonl")[197:203])
     flags = f"--eval-only --eval-data {few} --output {tmp_path} --eval-samples 1 "
-    assert main(flags + "--max-new-tokens 150") == 0
+    assert main(flags + "--max-new-tokens 100") == 0
     output = capsys.readouterr().out
     shown = re.findall(r"--- .*?meet (\d)", output, re.DOTALL)
     assert shown == ["2", "2", "3"]  # of three puzzles each
