@@ -695,6 +695,8 @@ def reinforce_pp_advantages(rewards, mask):
 
 def train(settings):
     """A run, from its beginning or with --resume from its checkpoint, to its report: its folder."""
+    if settings.eval_only:
+        raise UserError("--eval-only trains nothing: show_accuracy(settings) evaluates")
     policy, tokenizer, train_rows, eval_rows = prepare(settings)
     torch.manual_seed(settings.seed)
     reference = make_reference(policy, settings)  # before a checkpoint is loaded
