@@ -1508,6 +1508,12 @@ def test_a_library_call_is_the_same_run(finished_run, tmp_path, capsys):
     assert_same_run(folder, finished_run)
 
 
+def test_a_library_call_does_not_train_with_eval_only():
+    """There are no rows to train on, and it would wait for them forever."""
+    with pytest.raises(lopti.UserError, match="show_accuracy"):
+        lopti.train(settings_of(FLAGS + "--eval-only"))
+
+
 @pytest.fixture
 def handlers():
     """Ctrl-C as in a terminal, and a kill that only lopti.py heeds; afterwards as before."""
