@@ -134,8 +134,8 @@ def squares_for_adamw(bins, low, ar):
 class FirstHalf:
     """The means over the first half of the mini-batches; the second half is measured against them.
 
-    AdamW divides each weight's mean gradient by the root of its mean square. Here that root is
-    fixed: the optimizer has run for a while, and the policy stands still.
+    AdamW's step is each weight's mean gradient over the root of its mean square, as if the policy
+    stood still and the optimizer had run for a while.
     """
 
     def __init__(self):
@@ -151,29 +151,27 @@ class FirstHalf:
 
     def finish(self):
         self.bins = self.bins / self.count
-        self.ar = self.ar / self.count
         self.steps = self.steps / self.count
         self.grpo = self.bins.sum(0)
+        means = torch.stack([self.grpo, self.ar / self.count, self.grpo])  # Lopti's passes: GRPO's
         roots = (self.squares / self.count).sqrt()
-        self.scale = torch.where(roots > 0, 1 / roots, 0.0)  # 0: a weight without any gradient
-        self.adamw_steps = self.scale * torch.stack([self.grpo, self.ar, self.grpo])
-        self.adamw_lengths = self.adamw_steps.norm(dim=1)
+        steps = torch.where(roots > 0, means / roots, 0.0)  # 0: a weight without any gradient
+        self.adamw_lengths = steps.norm(dim=1)
+        self.adamw_steps = normalize(steps, dim=1)
 
     def products(self, bins, low, ar):
         """What a mini-batch of the second half says: signals (4,), progress by descent, AdamW (3,).
 
-        Each inner product is taken both ways: its part along the first half's gradient, and its
-        gradient along the first half's part. Noise of the two halves is independent, so that no
-        product holds the square of a noise.
+        No product holds the square of a noise, as the noise of the two halves is independent. The
+        signal and the progress by descent are taken both ways: the mini-batch's part along the
+        first half's gradient, and its gradient along the first half's part.
         """
         grpo = bins.sum(0)
         steps = descent_steps(bins, low, ar)
-        adamw_steps = self.scale * torch.stack([grpo, ar, grpo])
-        adamw = adamw_steps @ self.grpo + self.adamw_steps @ grpo
         return {
             "signal": bins @ self.grpo + self.bins @ grpo,
             "descent": steps @ self.grpo + self.steps @ grpo,
-            "adamw": adamw / self.adamw_lengths,
+            "adamw": self.adamw_steps @ grpo,
         }
 
 
