@@ -877,8 +877,8 @@ def report(log, rows, settings):
                 print(f"{name:<24}{steps[0][name]:.2f} → {steps[-1][name]:.2f}")
     equal = steps_without_advantages(steps)
     if equal and settings.advantage == "grpo":
-        print(f"\nIn {equal} of {len(steps)} steps no group had unequal rewards: nothing was")
-        print("learned there. Look at samples.jsonl.")
+        told = "no group had unequal rewards: nothing was learned there; see samples.jsonl"
+        print(f"\nIn {equal} of {len(steps)} steps {told}")
 
 
 def show_accuracy(settings):
@@ -1129,10 +1129,13 @@ def load_model(name, device):
 
     Without a name the bundled model.
     """
-    name = Path(name).expanduser() if name else Path(__file__).resolve().parent / "data" / "tiny"
-    if not name.exists() and (name.is_absolute() or Path(name.parts[0]).exists()):
+    name = str(name) or str(Path(__file__).resolve().parent / "data" / "tiny")
+    folder = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~")) or Path(folder.parts[0]).exists()
+    if is_path and not folder.exists():  # else it is looked for on the hub, for a minute
         raise UserError(f"--model {name}: there is no such folder")
-    name = str(name)  # MODEL
+    if folder.exists():
+        name = str(folder)
     with user_errors(f"cannot load --model {name} on --device {device}"):
         if (Path(name) / "adapter_config.json").exists():
             raise ValueError("it is an adapter: merge it into its model first")
