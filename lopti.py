@@ -3,14 +3,13 @@
     python lopti.py                             # GRPO on the bundled model, no GPU needed
     python lopti.py --alpha 0.3 --eta 0.5       # the paper's two methods: α and η
     python lopti.py --task math --eta 0.5       # the same on arithmetic
-    python lopti.py @data/kk.flags --alpha 0.3 --eta 0.5     # the paper's setting, one large GPU
+    python lopti.py @data/kk.flags --alpha 0.3 --eta 0.5     # follows the paper, one large GPU
 
 Read it beside "Do Not Let Low-Probability Tokens Over-Dominate in RL for LLMs" (arXiv 2505.12929).
-First come the settings and one training step, which is the paper's algorithm box. Sections 1 to 7
-are the steps of the box: sampling, rewards (in rewards.py), log-probabilities, advantages (Eq. 1),
-Advantage Reweighting (Eq. 4), Lopti (section 4.2), the update (Eq. 1). Section 8 has later methods,
-9 the training loop, 10 the evaluation. The rest is plumbing: fast sampling (11), metrics and files
-(12), the model (13), the command line (14).
+First come the settings and one training step. Sections 1 to 7 are its steps: sampling, rewards (in
+rewards.py), log-probabilities, advantages (Eq. 1), Advantage Reweighting (Eq. 4), Lopti (section
+4.2), the update (Eq. 1). Section 8 has later methods, 9 the training loop, 10 the evaluation. The
+rest is plumbing: fast sampling (11), metrics and files (12), the model (13), the command line (14).
 
 What it leaves out of PPO: the value function (the group's mean is the baseline), generalized
 advantage estimation, the entropy bonus. Of GRPO: the mean over each response's own tokens (one mean
@@ -98,7 +97,7 @@ class Settings:
     # Optimisation
     learning_rate: float = setting(1e-4, "of AdamW, constant; the paper: 1e-6", 1e-12, 1)
     weight_decay: float = setting(0.01, "of AdamW", 0, 1)
-    max_grad_norm: float = setting(1.0, "a longer gradient is shortened to this length", 0)
+    max_grad_norm: float = setting(1.0, "a longer gradient is shortened to this length", 1e-9)
     mini_batch_size: int = setting(64, "responses in an optimizer step; the paper: 256; 0: all", 0)
     tokens_per_microbatch: int = setting(2048, "changes memory and speed only", 1)
     gradient_checkpointing: bool = setting(False, "less memory, a third more time")
@@ -129,13 +128,14 @@ class Settings:
     def __post_init__(self):
         for each in fields(self):
             value = getattr(self, each.name)
-            low, high = each.metadata["low"], each.metadata["high"]
+            low = each.metadata["low"]
+            high = each.metadata["high"]
             choices = each.metadata["choices"]
             if choices and value not in choices:
                 raise UserError(f"{flag(each.name)} must be {' or '.join(choices)}, not {value}")
-            if low is None or value is None:
+            if low is None or value is None:  # no limits, or no value given
                 continue
-            if not low <= value <= high:  # nor is NaN
+            if not low <= value <= high:  # so written, this refuses NaN as well
                 raise UserError(f"{flag(each.name)} must lie between {low} and {high}, not {value}")
         self.people = tuple(self.people)
         if self.reward and self.solved_reward is None:
@@ -185,13 +185,15 @@ class Rollout:
 def training_step(policy, reference, optimizer, tokenizer, batch, settings):
     """One step of GRPO with Advantage Reweighting and Lopti, on a batch of rows of data.
 
-    The comments 1. to 7. are the steps of the algorithm in README.md, and the sections below.
-    `reference` is None where β = 0. Returns the Rollout of B responses (responses g·G … g·G+G-1
-    answer row g of the batch) and, for each pass, what `update` says of it.
+    A row of data is a dictionary that `load_rows` of rewards.py makes. The comments 1. to 7. are
+    the steps of the method in README.md, and the sections below. `reference` is None where β = 0.
+    Returns the Rollout of B responses, and for each pass what `update` returns.
     """
     group_size = settings.group_size
     prompts = [row["prompt"] for row in batch]
-    rows = [row for row in batch for _ in range(group_size)]  # one for each response
+    rows = []  # of data, one for each response
+    for row in batch:
+        rows += [row] * group_size
     # 1. Sample G responses to each prompt.
     rollout = sample(policy, tokenizer, prompts, group_size, settings.temperature, settings)
     # 2. R, the reward of each response: (B,)
@@ -206,16 +208,16 @@ def training_step(policy, reference, optimizer, tokenizer, batch, settings):
         advantages = group_advantages(rollout.rewards, group_size)[:, None] * rollout.mask
     else:
         advantages = reinforce_pp_advantages(rollout.rewards, rollout.mask)
-    advantages = advantages.to(rollout.old_logprobs.dtype)
+    advantages = advantages.to(rollout.old_logprobs.dtype)  # float64 → float32, as the loss is
     # 5. Advantage Reweighting, Eq. 4.
     rollout.advantages = reweight_advantages(advantages, rollout.old_logprobs, settings.alpha)
     # 6. Lopti: unlikely tokens and likely ones.
     low, high = split_tokens(rollout.old_logprobs, rollout.mask, settings.eta)
-    groups = {"low": low, "high": high, "all": rollout.mask}
+    tokens_of = {"low": low, "high": high, "all": rollout.mask}
     # 7. The passes, each of some optimizer steps on the loss of Eq. 1.
     updates = []
     for name in settings.pass_names():
-        updates.append(update(policy, optimizer, rollout, groups[name], settings))
+        updates.append(update(policy, optimizer, rollout, tokens_of[name], settings))
     return rollout, updates
 
 
@@ -223,14 +225,12 @@ def training_step(policy, reference, optimizer, tokenizer, batch, settings):
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts, group_size, temperature, settings, end_ids=None):
-    """Sample `group_size` responses to each prompt text: a Rollout.
+def sample(model, tokenizer, prompts, group_size, temperature, settings):
+    """Sample G = `group_size` responses to each prompt text: a Rollout.
 
-    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding. `end_ids` are the
-    tokens that end a response, by default all that the model and its tokenizer have.
+    Rows g·G … g·G+G-1 answer prompt g. Temperature 0 means greedy decoding.
     """
-    if end_ids is None:
-        end_ids = end_token_ids(model, tokenizer)
+    end_ids = end_token_ids(model, tokenizer)
     prompt_ids = []  # B lists
     for ids in tokenizer(prompts, add_special_tokens=False)["input_ids"]:
         prompt_ids += [ids] * group_size
@@ -246,18 +246,25 @@ def sample(model, tokenizer, prompts, group_size, temperature, settings, end_ids
     for response, cut in zip(responses, truncated):
         texts.append(tokenizer.decode(response if cut else response[:-1]))
     ids, mask, lengths = pack(prompt_ids, responses, pad_id)
-    tensors = [values.to(model.device) for values in (ids, mask, lengths, truncated)]
-    return Rollout(*tensors, texts)
+    device = model.device
+    return Rollout(
+        ids=ids.to(device),
+        mask=mask.to(device),
+        lengths=lengths.to(device),
+        truncated=truncated.to(device),
+        texts=texts,
+    )
 
 
 def generate(model, ids, attention_mask, cache, count, temperature, min_p, end_ids, pad_id):
     """Draw up to `count` more tokens of each row, o_t ~ π_old(· | q, o_<t), by HF `generate`.
 
-    ids (N, n), those that the cache has not read yet → (N, up to `count`). After a token that ends
-    its response a row gets padding. attention_mask (N, P) is 0 on padding, also on what was read.
+    ids (N, n) are those that the cache has not read yet; returns (N, up to `count`). After a token
+    that ends its response a row gets padding. attention_mask (N, P) covers all P tokens so far,
+    those in the cache too: 0 on padding, else 1.
     """
     # Qwen ships top_k 20, top_p 0.8 and a repetition penalty. With those we would not sample from
-    # the π that we score, so every knob is set here, ...
+    # the π that we score, so every knob that changes the distribution is set here.
     knobs = GenerationConfig(
         max_new_tokens=count,
         do_sample=temperature > 0,  # or else greedy
@@ -271,7 +278,7 @@ def generate(model, ids, attention_mask, cache, count, temperature, min_p, end_i
         knobs.top_k = 0  # all words; the default of HF is 50
         knobs.top_p = 1.0
         knobs.min_p = min_p or None  # the safe vocabulary of section 8
-    # ... and the model's own settings are put aside: from them HF takes what we leave open.
+    # HF takes what we leave open from the model's own settings, so they are put aside.
     own_settings = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -285,9 +292,9 @@ def generate(model, ids, attention_mask, cache, count, temperature, min_p, end_i
 def end_token_ids(model, tokenizer):
     """Every id that ends a response: a model may have several (Qwen2.5-Instruct has two).
 
-    They are the tokenizer's and those of the model's generation_config.json. Where that was made
-    from config.json it may only hold the default of the model's class: Llama's is 2, which can be
-    any word of this tokenizer: then only a special token counts.
+    They are the tokenizer's and those of the model's generation_config.json. Without that file HF
+    goes by config.json, perhaps by the default of the model's class (Llama's is 2), which may be
+    any word of this tokenizer: of these only special tokens count, if there is another end at all.
     """
     from_tokenizer = listed(tokenizer.eos_token_id)
     from_model = listed(model.generation_config.eos_token_id)
@@ -306,9 +313,9 @@ def listed(ids):
 
 
 def until_end(sampled_ids, end_ids):
-    """Of newly sampled ids of a response: those up to and including the first that ends it, or all.
+    """Newly sampled ids of a response, cut behind the first that ends it; all if none does.
 
-    Going by the ids of the end, not by the padding id, keeps the end where both are the same.
+    What follows is padding. To cut at the padding id would lose the end where both ids are one.
 
     >>> until_end([5, 2, 2], end_ids=[2]), until_end([5, 6, 7], end_ids=[2])
     ([5, 2], [5, 6, 7])
@@ -334,7 +341,9 @@ def pack(prompts, responses, pad_id=0):
     return ids, (places >= starts) & (places < lengths[:, None]), lengths
 
 
-# 3. Log-probabilities, log π(o_t | q, o_<t) (2., the rewards, are in rewards.py) -----------------
+# 2. The rewards are in rewards.py -----------------------------------------------------------------
+
+# 3. Log-probabilities, log π(o_t | q, o_<t) ------------------------------------------------------
 
 
 @torch.no_grad()
@@ -349,7 +358,8 @@ def score(model, rollout, settings):
         length = part.mask.shape[1]
         with mixed_precision(model, settings):
             logits = token_logits(model, part.ids, part.mask, settings.temperature, settings.min_p)
-        logprobs[indices, :length] = spread(token_logprobs(logits, part.ids[part.mask]), part.mask)
+        sampled_ids = part.ids[part.mask]  # (M,)
+        logprobs[indices, :length] = spread(token_logprobs(logits, sampled_ids), part.mask)
         entropies[indices, :length] = spread(entropy(logits), part.mask)
     return logprobs, entropies
 
@@ -362,7 +372,8 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
     states of these M positions only: over a vocabulary of 150,000 words the logits of all tokens
     would take gigabytes.
     """
-    positions = tokens.roll(-1, 1)  # logits at t speak of token t+1; the first is no response's
+    # The logits of token t stand at t-1. Column 0, always a prompt's, goes round to the end.
+    positions = tokens.roll(-1, 1)
 
     def select(layer, inputs):  # (B, L, size) → (M, size)
         return inputs[0][positions]
@@ -371,7 +382,9 @@ def token_logits(model, ids, tokens, temperature, min_p=0.0):
         # Padding is on the right, where a causal model never looks: no attention mask is needed.
         logits = model(ids, use_cache=False).logits
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
-    return logits.masked_fill(~safe_vocabulary(logits, min_p), -math.inf) if min_p else logits
+    if min_p:
+        logits = logits.masked_fill(~safe_vocabulary(logits, min_p), -math.inf)
+    return logits
 
 
 def token_logprobs(logits, ids):
@@ -384,7 +397,7 @@ def token_logprobs(logits, ids):
 
 
 def spread(values, tokens):
-    """Values (M,) to the M places of a mask (B, L), 0 elsewhere."""
+    """Values (M,) put at the M tokens of a mask, 0 elsewhere: (M,) and (B, L) → (B, L)"""
     return values.new_zeros(tokens.shape).masked_scatter(tokens, values)
 
 
@@ -496,7 +509,8 @@ def update(policy, optimizer, rollout, tokens, settings):
                 totals["skipped_steps"] += 1
             else:
                 optimizer.step()
-                add(totals, {"optimizer_steps": 1, "grad_norm": float(norm)})
+                totals["optimizer_steps"] += 1
+                totals["grad_norm"] += float(norm)
         optimizer.zero_grad()
     return totals
 
@@ -504,7 +518,8 @@ def update(policy, optimizer, rollout, tokens, settings):
 def accumulate_gradient(policy, batch, normalizer, settings):
     """Add the gradient of Eq. 1 on a mini-batch's `tokens`, divided by N; returns the statistics.
 
-    Only rows with a token to update are read; with β = 0 only those that have an advantage, too.
+    Only rows with a token to update are read; with β = 0 not those either where every Â is 0: their
+    gradient is 0, and their tokens do not count as updated.
     """
     has_gradient = batch.tokens.any(1)  # (rows of the mini-batch,)
     if not settings.kl_coef:
@@ -578,13 +593,13 @@ def policy_loss(
         kl = kl_estimate(logprobs, ref_logprobs)
     loss = (kl_coef * kl - objective).sum() / normalizer
     with torch.no_grad():
-        no_gradient = clipped < unclipped  # the clip decides (equal: inside); the KL's stays
+        is_clipped = clipped < unclipped  # then the clip's constant is taken: only the KL pulls
         statistics = {
             "policy_loss": -objective,
             "kl": kl,
             "updated_share": torch.ones_like(ratio),
-            "clip_ratio/low_mean": no_gradient & (advantages < 0),  # TRL's names: low is 1-ε_l
-            "clip_ratio/high_mean": no_gradient & (advantages > 0),
+            "clip_ratio/low_mean": is_clipped & (advantages < 0),  # TRL's names: low is 1-ε_l
+            "clip_ratio/high_mean": is_clipped & (advantages > 0),
             "clip_ratio/dual_mean": (advantages < 0) & (smaller < bound),
         }
         means = {name: float(values.sum() / normalizer) for name, values in statistics.items()}
@@ -605,13 +620,16 @@ def kl_estimate(logprobs, ref_logprobs):
 
 
 def micro_batches(indices, lengths, size):
-    """Cut rows into lists of similar length: one row, or at most `size` tokens with padding.
+    """Cut row indices into lists, each a micro-batch of rows of similar length.
+
+    It has at most `size` tokens with padding, or is one row.
 
     >>> micro_batches([0, 1, 2], lengths=torch.tensor([30, 5, 4]), size=12)
     [[2, 1], [0]]
     """
     batches = []
-    for length, index in sorted((int(lengths[index]), index) for index in indices):
+    for index in sorted(indices, key=lambda index: int(lengths[index])):  # the longest last
+        length = int(lengths[index])
         if not batches or (len(batches[-1]) + 1) * length > size:
             batches.append([])
         batches[-1].append(index)
@@ -770,7 +788,9 @@ def evaluate(policy, tokenizer, rows, settings):
         torch.manual_seed(settings.seed + 1)
         for count, temperature in kinds:
             texts = sample(policy, tokenizer, prompts, count, temperature, settings).texts
-            rows_of_texts = [row for row in rows for _ in range(count)]
+            rows_of_texts = []
+            for row in rows:
+                rows_of_texts += [row] * count
             rewards = compute_rewards(texts, rows_of_texts, settings)
             for place, answer in enumerate(zip(texts, rewards)):
                 answers[place // count].append(answer)
@@ -808,7 +828,7 @@ def tally(rows, answers, solved_reward):
 def wilson_interval(values):
     """The mean of values between 0 and 1, and its 95 % interval (Wilson's score interval): (n,) → 3
 
-    Where they are not just 0 or 1, as for avg@k, it is rather too wide.
+    Where values are not only 0 and 1, as for avg@k, it is wider than it need be.
 
     >>> [round(number, 3) for number in wilson_interval(torch.tensor([0.0, 1.0] * 50))]
     [0.5, 0.404, 0.596]
@@ -882,7 +902,7 @@ def report(log, rows, settings):
 
 
 def show_accuracy(settings):
-    """Print the accuracy of a model and, spread over the difficulties, three prompts, answered."""
+    """Print a model's answers to three prompts, easy to difficult, and then its accuracy."""
     policy, tokenizer, _, rows = prepare(settings)
     table, answers = evaluate(policy, tokenizer, rows, settings)
     shown = range(0, len(rows), max(1, len(rows) // 3))[:3]
@@ -910,22 +930,29 @@ def generate_in_stretches(model, prompt_ids, temperature, settings, end_ids, pad
     prompts = [torch.tensor(prompt, device=model.device) for prompt in prompt_ids]
     ones = [torch.ones_like(prompt) for prompt in prompts]
     # Padded on the left, so that each row's next token comes in the next column.
-    ids = pad_sequence(prompts, True, pad_id, "left")  # (N, P)
-    mask = pad_sequence(ones, True, 0, "left")  # (N, P)
+    left = {"batch_first": True, "padding_side": "left"}
+    ids = pad_sequence(prompts, padding_value=pad_id, **left)  # (N, P)
+    attention_mask = pad_sequence(ones, padding_value=0, **left)  # (N, P)
     cache = DynamicCache(config=model.config)  # the config says which layers keep what
     responses = [[] for _ in prompt_ids]
-    unfinished = list(range(len(prompt_ids)))  # whose responses the rows of ids are
+    unfinished = list(range(len(prompt_ids)))  # row r of ids continues responses[unfinished[r]]
+    min_p = settings.min_p
     for start in range(0, settings.max_new_tokens, STRETCH):
         count = min(STRETCH, settings.max_new_tokens - start)
-        new = generate(model, ids, mask, cache, count, temperature, settings.min_p, end_ids, pad_id)
-        for i, tokens in zip(unfinished, new.tolist()):
-            responses[i] += until_end(tokens, end_ids)
-        rows = [row for row, i in enumerate(unfinished) if responses[i][-1] not in end_ids]
+        new = generate(
+            model, ids, attention_mask, cache, count, temperature, min_p, end_ids, pad_id
+        )
+        rows = []  # of ids, those whose responses go on
+        for row, sampled_ids in enumerate(new.tolist()):
+            response = responses[unfinished[row]]
+            response += until_end(sampled_ids, end_ids)
+            if response[-1] not in end_ids:
+                rows.append(row)
         if not rows:
             break
         unfinished = [unfinished[row] for row in rows]
         ids = new[rows, -1:]  # the only one that the cache has not read
-        mask = torch.cat([mask, torch.ones_like(new)], 1)[rows]
+        attention_mask = torch.cat([attention_mask, torch.ones_like(new)], 1)[rows]
         cache.reorder_cache(torch.tensor(rows, device=model.device))
     return responses
 
@@ -947,15 +974,16 @@ def rollout_metrics(rollout, settings):
     lengths = mask.sum(1).double()
     count = int(mask.sum())
     groups = rollout.rewards.view(-1, settings.group_size)
-    degrees_of_freedom_lost = 1 if settings.group_size > 1 else 0
-    low, _ = split_tokens(rollout.old_logprobs, mask, settings.eta or 0.5)  # the paper's η
-    kl = torch.zeros(())  # of the policy that sampled to the starting one
+    correction = 1 if settings.group_size > 1 else 0  # with 1 a group of one would have NaN
+    # Without Lopti, too, a line has the share of unlikely tokens: those below the paper's η.
+    low, _ = split_tokens(rollout.old_logprobs, mask, settings.eta or 0.5)
+    kl = torch.zeros(())  # KL(π_old‖π_ref); stays 0 with β = 0
     if rollout.ref_logprobs is not None:
         inside = mask & (rollout.old_logprobs > -math.inf)
         kl = kl_estimate(rollout.old_logprobs[inside], rollout.ref_logprobs[inside])
     metrics = {
         "reward": rollout.rewards.mean(),
-        "reward_std": groups.std(1, correction=degrees_of_freedom_lost).mean(),
+        "reward_std": groups.std(1, correction=correction).mean(),
         "frac_reward_zero_std": all_equal(groups).double().mean(),
         "accuracy": reaches(rollout.rewards, settings.solved_reward).double().mean(),
         "completions/mean_length": lengths.mean(),
@@ -970,8 +998,11 @@ def rollout_metrics(rollout, settings):
 
 
 def update_metrics(updates, settings):
-    """What there is to say of the passes: STATISTICS are means over the mini-batches of a pass;
-    those of Lopti's two passes add up, those of --passes are averaged. COUNTS are sums."""
+    """What there is to say of the passes, from the sums that `update` returned for each.
+
+    STATISTICS are means over the mini-batches of a pass; those of Lopti's two passes are added,
+    those of --passes are averaged. COUNTS are sums.
+    """
     names = settings.pass_names()
     metrics = dict.fromkeys((*STATISTICS, *COUNTS), 0.0)
     for sums in updates:
@@ -999,7 +1030,7 @@ def tell_plan(settings, device, folder, saved, last):
 
 
 def tell_step(lines, last, progress, settings):
-    """Say how training goes: in the progress bar; without a terminal, a line each tenth."""
+    """Say how training goes: in the progress bar; without a terminal, in about ten lines."""
     metrics = lines[-1]
     step = metrics["step"]
     reward = metrics["reward"]
@@ -1023,8 +1054,9 @@ def run_folder(settings):
     """The folder of a run; made unless it is resumed."""
     if settings.resume:
         refuse_changes(settings)  # a library call may have other settings
-    name = settings.name or settings.task + time.strftime("-%Y%m%d-%H%M%S-") + str(os.getpid())
-    folder = Path(settings.resume or Path(settings.output) / name).expanduser().resolve()
+    name = settings.name or f"{settings.task}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    path = settings.resume or Path(settings.output) / name
+    folder = Path(path).expanduser().resolve()
     with user_errors(f"cannot make {folder}: choose another --output or --name, or --resume it"):
         folder.mkdir(parents=True, exist_ok=bool(settings.resume))
     return folder
@@ -1179,13 +1211,13 @@ def check_model(model, tokenizer, rows, settings):
     longest = max(prompts, key=len)
     length = len(longest) + settings.max_new_tokens
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if length > limit > 0:  # some models say -1: no limit
+    if limit > 0 and length > limit:  # some models say -1: no limit
         raise UserError(f"responses may pass {limit} positions: lower --max-new-tokens")
     words = model.get_input_embeddings().num_embeddings
     largest = max(max(prompt, default=0) for prompt in prompts)
     if largest >= words:
         raise UserError(f"the model has {words} embeddings, none for token {largest} of a prompt")
-    count = min(STRETCH + 4, settings.max_new_tokens)  # a second stretch begins
+    count = min(STRETCH + 4, settings.max_new_tokens)  # so that a second stretch begins
     few = replace(settings, max_new_tokens=count)
     exact = replace(few, dtype="float32")
     short = longest[:8]
@@ -1206,10 +1238,11 @@ def check_model(model, tokenizer, rows, settings):
 
 @torch.no_grad()
 def probe(model, prompts, settings, pad_id):
-    """log π of all words at T tokens of each prompt's greedy response, as drawn and as scored.
+    """log π of all words at each token of greedy responses, as drawn and as scored.
 
-    Two of (N·T, V), T is `settings.max_new_tokens`. One more row ends at its first token and leaves
-    the batch after the first stretch, as responses do. The others do not end.
+    N prompts, T = `settings.max_new_tokens` tokens each: two of (N·T, V). The batch has one more
+    row, which ends at its first token and leaves after the first stretch, as responses do. The
+    others are kept from ending.
     """
     drawn = []
 
@@ -1234,7 +1267,9 @@ def probe(model, prompts, settings, pad_id):
 
 def make_reference(policy, settings):
     """π_ref, the policy as it starts, without gradients; None where β = 0."""
-    return copy.deepcopy(policy).requires_grad_(False) if settings.kl_coef else None
+    if not settings.kl_coef:
+        return None
+    return copy.deepcopy(policy).requires_grad_(False)
 
 
 def make_optimizer(policy, settings):
@@ -1252,7 +1287,7 @@ def build_parser():
     parser = argparse.ArgumentParser(
         usage=argparse.SUPPRESS,  # so that errors are one sentence
         description=__doc__.split("\n\n")[0],
-        epilog="@FILE stands for the flags in it: data/kk.flags, data/math.flags are the paper's.",
+        epilog="@FILE stands for the flags in it: data/kk.flags, data/math.flags follow the paper.",
         fromfile_prefix_chars="@",
         argument_default=argparse.SUPPRESS,  # only what is given
     )
@@ -1312,24 +1347,28 @@ def refuse_changes(settings):
 
 
 def exit_code(program, name):
-    """Run a program: 0; 2 after one sentence about what its user can mend; 130 after Ctrl-C."""
+    """Run a program and return its exit code.
+
+    0; 2 after one sentence about what the user can mend; 130 after Ctrl-C.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill ends like Ctrl-C
     memory = "out of memory: lower --tokens-per-microbatch or --sample-batch-size"
     try:
         program()
         return 0
     except KeyboardInterrupt as stop:
-        code, told = 130, f"stopped. {stop}"
+        print(f"{name}: stopped. {stop}", file=sys.stderr)
+        return 130
     except (torch.OutOfMemoryError, MemoryError):
-        code, told = 2, memory
+        told = memory
     except RuntimeError as error:
         if "allocate memory" not in str(error):  # as torch says on a CPU
             raise
-        code, told = 2, memory
+        told = memory
     except (UserError, OSError) as error:  # OSError: a disk that is full or read-only
-        code, told = 2, error
+        told = str(error)
     print(f"{name}: {told}", file=sys.stderr)
-    return code
+    return 2
 
 
 def run_command(words=None):
@@ -1342,11 +1381,15 @@ def run_command(words=None):
 
 
 def main(words=None):
+    """`run_command`, with an exit code for what goes wrong."""
     return exit_code(lambda: run_command(words), "lopti.py")
 
 
 def open_streams():
-    """Output takes any sign, a line at a time; where it is closed, it goes nowhere."""
+    """Print each line at once, and signs that the terminal lacks as escapes.
+
+    Where a stream is closed, what is printed is dropped.
+    """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, "w")  # noqa: SIM115, open until the end

@@ -40,11 +40,15 @@ def message_text(message):
 
 # ------------------------------------------------------------------------------ Knights and Knaves
 
-FORMAT_REWARD, FORMAT_PENALTY = 1.0, -1.0
-ALL_CORRECT, SOME_WRONG, NOT_PARSABLE = 2.0, -1.5, -2.0
+FORMAT_REWARD = 1.0
+FORMAT_PENALTY = -1.0
+ALL_CORRECT = 2.0
+SOME_WRONG = -1.5
+NOT_PARSABLE = -2.0
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-ANY_NAME = r"[^\W\d_][\w'. -]{0,49}?"  # Zoey, Mary Ann, O'Neil; bounded, so time is linear
-ONE_WORD = r"[^\W\d_][\w'-]{0,49}"  # a name in prose, where the word before it is none
+LETTER = r"[^\W\d_]"  # of any alphabet: a sign of a word, but neither a digit nor _
+ANY_NAME = rf"{LETTER}[\w'. -]{{0,49}}?"  # Zoey, Mary Ann, O'Neil; bounded, so time is linear
+ONE_WORD = rf"{LETTER}[\w'-]{{0,49}}"  # in prose: the word before a name is not part of it
 
 
 def kk_reward(completions, solution, **columns):
@@ -91,17 +95,21 @@ def read_roles(text, names=None):
     """
     text = text.lower()
     if names is None:
-        name = rf"[0-9][.)]\s*{ANY_NAME}|{ONE_WORD}"
+        any_name = rf"[0-9][.)]\s*{ANY_NAME}|{ONE_WORD}"
     else:
-        name = rf"\b(?:{'|'.join(map(re.escape, names))})"
-    person = rf"({name})\s+is\s+a\s+(knight|knave)\b"
-    roles = {name.lstrip("0123456789.) \n\t"): role for name, role in re.findall(person, text)}
+        alternatives = "|".join(re.escape(name) for name in names)
+        any_name = rf"\b(?:{alternatives})"
+    person = rf"({any_name})\s+is\s+a\s+(knight|knave)\b"
+    roles = {}
+    for name, role in re.findall(person, text):
+        roles[name.lstrip("0123456789.) \n\t")] = role  # without the number before it
     if names is None:
-        others = re.findall(r"[^\W\d_]+", re.sub(person, "", text))
-        complete = set(others) <= {"and"}
+        other_words = re.findall(rf"{LETTER}+", re.sub(person, "", text))
+        is_complete = set(other_words) <= {"and"}
     else:
-        complete = roles.keys() == names.keys()
-    return roles if complete and len(roles) == len(re.findall("knight|knave", text)) else None
+        is_complete = roles.keys() == names.keys()
+    role_words = re.findall("knight|knave", text)
+    return roles if is_complete and len(roles) == len(role_words) else None
 
 
 # ------------------------------------------------------------------------------------- Mathematics
@@ -148,7 +156,10 @@ def extract_boxed(text):
     start = boxes[-1].end()
     depth = 1
     for brace in re.finditer(r"\\.|[{}]", text[start:], re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)  # \{ and \} do not nest
+        if brace[0] == "{":  # \{ and \} do not nest
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
         if depth == 0:
             return text[start : start + brace.start()]
     return None
@@ -158,7 +169,7 @@ def answers_match(predicted, expected):
     r"""Whether a predicted LaTeX answer is the expected one.
 
     One of the two may lack a label (x = 5) or the units; another label or unit is wrong. A percent
-    sign is a unit, too: 20\% counts as 20, as in the paper's grader.
+    sign is a unit, too: 20\% counts as 20, as in the paper's grader, but 0.5\% not as 0.5.
     >>> answers_match("x = 0.5", r"\frac12 \text{ cm}"), answers_match("2, 1", r"\{1, 2\}")
     (True, True)
     >>> answers_match("5+6", "11"), answers_match("5 kg", "5 cm"), answers_match("(2,1)", "(1,2)")
@@ -197,8 +208,12 @@ def is_compared_as_text(solution):
 
 def first_of_row(table):
     """A table of words, its rows cut by | or lines → {word: the first word of its row}."""
-    rows = table.replace("\n", "|").split("|")
-    return {word: row.split()[0] for row in rows for word in row.split()}
+    first_words = {}
+    for row in table.replace("\n", "|").split("|"):
+        words = row.split()
+        for word in words:
+            first_words[word] = words[0]
+    return first_words
 
 
 # The first of a row is the spelling that is compared.
@@ -212,14 +227,15 @@ BLANKS = r"\, \; \: \! \( \) \[ \] $ ~ \left \right \big \Big \quad \qquad \disp
 SPELLINGS |= dict.fromkeys(BLANKS.split(), " ")
 
 
-def one_spelling(sign):
+def one_spelling(match):
     """The match of a sign → the spelling of it that is compared, with a space on either side."""
-    return " " + SPELLINGS.get(sign[0], sign[0]) + " "
+    sign = match[0]
+    return " " + SPELLINGS.get(sign, sign) + " "
 
 
-def without_commas(number):
+def without_commas(match):
     """The match of 1,200 → 1200."""
-    return number[0].replace(",", "")
+    return match[0].replace(",", "")
 
 
 SIGN = r"\\[A-Za-z]+|\\.|[<>!]=|[$%~]|[^\x00-\x7f]"  # a command such as \pi or \%, or a sign
@@ -227,7 +243,7 @@ THOUSANDS = r"(?<![0-9.])[1-9][0-9]{0,2}(,[0-9]{3})+(?![0-9])"
 OUTSIDE = r"(?![^(\[{]*[)\]}])"  # of brackets: the next bracket does not close one
 NO_RELATION = "(?=[^=<>≤≥≠]*$)"  # such as x > 1 follows
 BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"  # with what stands in them, perhaps braces again
-IN_FRONT = r"(?<![^,=(\[{])"  # of an element
+IN_FRONT = r"(?<![^,;=(\[{])"  # of an element
 REWRITES = (  # in this order, each with an example
     ("[\u200b-\u200d\u2060\ufeff]", ""),  # marks that have no width
     (r"\\\\(?=[a-z])", r"\\"),  # \\frac is \frac
@@ -246,7 +262,7 @@ REWRITES = (  # in this order, each with an example
     (";", ","),  # 1; 2 is 1, 2
     (r"\s+", " "),  # one space, so that the next rows need not count them
     (rf",? ?\band\b{NO_RELATION}", ","),  # 2, 3, and 5 is a list; x > 1 and x < 5 is none
-    (rf",? ?\bor\b{NO_RELATION}", ";"),  # 2 or 3 is a list as well
+    (rf",? ?\bor\b{NO_RELATION}", ";"),  # 2 or 3 is a list, x = 2 or x = 3 is text
     (r" (?![A-Za-z0-9])|(?<![A-Za-z0-9]) ", ""),  # x + 1 is x+1
     (r"(?<=[0-9]) (?=[A-Za-z])|(?<=[A-Za-z]) (?=[0-9])", ""),  # 2 x is 2x; but 5 6 is not 56
     (r"\\([{}])", r"\1"),  # \{1,2\} is {1,2}
@@ -316,9 +332,16 @@ def has_units(text):
 
 
 def depths(text):
-    """In how many brackets each sign of a text stands: "(a)b" → [1, 1, 0, 0]."""
-    steps = [(sign in "([{") - (sign in ")]}") for sign in text]
-    return list(itertools.accumulate(steps))
+    """How many brackets are open behind each sign of a text: "(a)b" → [1, 1, 0, 0]."""
+    depth = 0
+    result = []
+    for sign in text:
+        if sign in "([{":
+            depth += 1
+        elif sign in ")]}":
+            depth -= 1
+        result.append(depth)
+    return result
 
 
 def split_list(text):
@@ -422,6 +445,9 @@ TASKS = {
     "kk": Task(kk_reward, 3.0, "people", "<answer>", system=KK_SYSTEM_PROMPT, opening="<think>"),
     "math": Task(math_reward, 1.0, "level", "box", request=f"\n\n{MATH_REQUEST}"),
 }
+
+
+# ------------------------------------------------------------- What the user is told in a sentence
 
 
 class UserError(Exception):
@@ -566,12 +592,18 @@ def load_rows(source, settings, tokenizer):
 
 
 def prompt_stream(rows, size, seed, skip=0):
-    """Endless batches of `size` rows, in a new random order each time through."""
+    """Endless batches of `size` rows, in a new random order each time through.
+
+    The first `skip` batches, which a resumed run has had, are left out.
+    """
     generator = random.Random(seed)
-    epochs = (generator.sample(rows, len(rows)) for _ in itertools.count())
-    stream = itertools.islice(itertools.chain.from_iterable(epochs), size * skip, None)
-    while True:
-        yield list(itertools.islice(stream, size))
+    waiting = []
+    for number in itertools.count():
+        while len(waiting) < size:
+            waiting += generator.sample(rows, len(rows))
+        if number >= skip:
+            yield waiting[:size]
+        waiting = waiting[size:]
 
 
 # -------------------------------------------------------------------------------- Reading files
@@ -804,9 +836,11 @@ def apply_template(tokenizer, messages):
 
 
 def render_chat(tokenizer, messages, opening):
-    """Chat messages through the template. A system message that it refuses or loses goes into the
-    user's turn; where the vocabulary lacks its words (data/tiny was taught without one) it goes.
-    `opening` is added where the template has not opened the turn with it."""
+    """Chat messages through the template, and `opening` where it has not opened the turn with it.
+
+    A system message that the template refuses or loses is put into the user's turn, or dropped
+    where the vocabulary lacks its words (data/tiny was taught without one).
+    """
     forms = [messages]
     if len(messages) > 1 and messages[0]["role"] == "system":
         system, user, *others = messages
@@ -834,7 +868,9 @@ def compute_rewards(texts, rows, settings):
     """
     name = settings.reward or settings.task
     function = load_function(settings.reward) if settings.reward else TASKS[settings.task].reward
-    columns = {column: [row["columns"][column] for row in rows] for column in rows[0]["columns"]}
+    columns = {}
+    for column in rows[0]["columns"]:
+        columns[column] = [row["columns"][column] for row in rows]
     columns["completions"] = list(texts)
     columns["solution"] = [row["solution"] for row in rows]
     columns["prompts"] = [row["prompt"] for row in rows]

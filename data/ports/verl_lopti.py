@@ -3,7 +3,7 @@
     PYTHONPATH=data/ports VERL_USE_EXTERNAL_MODULES=verl_lopti python -m verl.trainer.main_ppo \\
         trainer.v1.trainer_mode=lopti +lopti.alpha=0.3 +lopti.eta=0.5 ...
 
-Written for the v1 trainer of verl 0.9.1. data/ports/verl_kk.sh is the paper's run.
+Written for the v1 trainer of verl 0.9.1. data/ports/verl_kk.sh follows the paper.
 """
 
 import torch
