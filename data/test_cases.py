@@ -56,8 +56,10 @@ def test_a_place_that_has_moved_goes_into_the_config(tmp_path):
     saved = {**lopti.asdict(settings), "resume": "", "people": [2, 3]}
     (tmp_path / "config.json").write_text(json.dumps(saved))
     lopti.refuse_changes(settings)
-    for changed, is_place in ((lopti.replace(settings, model="new"), True),
-                              (lopti.replace(settings, alpha=0.5), False)):
+    for changed, is_place in (
+        (lopti.replace(settings, model="new"), True),
+        (lopti.replace(settings, alpha=0.5), False),
+    ):
         with pytest.raises(lopti.UserError, match="cannot change") as error:
             lopti.refuse_changes(changed)
         assert ("has moved into" in str(error.value)) == is_place
@@ -92,7 +94,9 @@ def one_that_divides_by_zero(completions, **columns):
 @pytest.mark.parametrize("function", [column, one_that_divides_by_zero])
 def test_the_line_of_a_reward_that_fails_is_its_own(function):
     """Where our code fails with what it returned, no line is named."""
-    settings = lopti.Settings(task="math", reward=f"{__name__}:{function.__name__}", solved_reward=1)
+    settings = lopti.Settings(
+        task="math", reward=f"{__name__}:{function.__name__}", solved_reward=1
+    )
     row = {"columns": {}, "solution": "1", "prompt": "?"}
     with pytest.raises(lopti.UserError) as error:
         rewards.compute_rewards(["a", "b"], [row, row], settings)
