@@ -28,6 +28,7 @@ import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -244,7 +245,8 @@ def sample(model, tokenizer, prompts, group_size, temperature, settings):
     truncated = torch.tensor([response[-1] not in end_ids for response in responses])
     texts = []
     for response, cut in zip(responses, truncated):
-        texts.append(tokenizer.decode(response if cut else response[:-1]))
+        kept = response if cut else response[:-1]
+        texts.append(tokenizer.decode(kept, clean_up_tokenization_spaces=False))
     ids, mask, lengths = pack(prompt_ids, responses, pad_id)
     device = model.device
     return Rollout(
@@ -708,7 +710,8 @@ def reinforce_pp_advantages(rewards, mask):
     values = rewards[:, None].expand(mask.shape)[mask]  # (number of response tokens,)
     if all_equal(values[None]):
         return torch.zeros_like(rewards)[:, None] * mask
-    return (rewards[:, None] - values.mean()) / (values.var() + 1e-8).sqrt() * mask
+    variance = values.double().var()  # float32 has no square of 1e20
+    return (rewards[:, None] - values.mean()) / (variance + 1e-8).sqrt() * mask
 
 
 # 9. The training loop -----------------------------------------------------------------------------
@@ -1076,7 +1079,9 @@ def write_config(folder, settings, policy):
 def replaced_at_once(path):
     """Write a file or folder beside `path`, and move it there when it is complete."""
     partial = path.with_name(f".{path.name}.partial")
-    with user_errors(f"cannot write {path}, is the disk full? --resume goes on"):
+    has_checkpoint = (path.parent / "checkpoint.pt").exists()
+    advice = "--resume goes on" if has_checkpoint else "there is no checkpoint: start again"
+    with user_errors(f"cannot write {path}, is the disk full? {advice}"):
         yield partial
         if path.is_symlink():
             path.unlink()
@@ -1307,13 +1312,18 @@ def build_parser():
 
 
 def words_of_line(line):
-    """The words of a line of a file of flags, without a comment behind #."""
-    return line.partition("#")[0].split()
+    """The words of a line of a file of flags, as in a shell: "one word", and # is a comment."""
+    words = shlex.shlex(line, posix=True)
+    words.whitespace_split = True
+    words.escape = ""  # C:\\data keeps its backslash
+    with user_errors(f"cannot read the line {line} of a file of flags"):
+        return list(words)
 
 
 # What may change when a run goes on.
 MAY_CHANGE = ("resume", "steps", "eval_every", "save_every", "device", "sample_batch_size")
 MAY_CHANGE += ("tokens_per_microbatch", "gradient_checkpointing")
+PLACES = ("model", "data", "eval_data")
 
 
 def parse_arguments(words=None):
@@ -1343,7 +1353,10 @@ def refuse_changes(settings):
     as_saved = json.loads(json.dumps(asdict(settings)))  # with lists for tuples
     for name, value in as_saved.items():
         if name not in MAY_CHANGE and value != saved[name]:
-            raise UserError(f"--resume cannot change {flag(name)}: start a new run for that")
+            told = f"--resume cannot change {flag(name)}: start a new run for that"
+            if name in PLACES:
+                told += f", or write a place that has moved into {settings.resume}/config.json"
+            raise UserError(told)
 
 
 def exit_code(program, name):
@@ -1352,7 +1365,8 @@ def exit_code(program, name):
     0; 2 after one sentence about what the user can mend; 130 after Ctrl-C.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a kill ends like Ctrl-C
-    memory = "out of memory: lower --tokens-per-microbatch or --sample-batch-size"
+    memory = "out of memory: lower --tokens-per-microbatch or --sample-batch-size, "
+    memory += "leave out the reference model (--kl-coef 0), or take a smaller --model"
     try:
         program()
         return 0

@@ -891,7 +891,8 @@ def compute_rewards(texts, rows, settings):
 
 def own_line(error):
     """The last line of the reward's own file that an exception has passed, or ""."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # the first is the call of the reward
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.filename != __file__]  # not ours, which calls it
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" in {own[-1].filename}, line {own[-1].lineno}" if own else ""
 

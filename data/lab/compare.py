@@ -322,6 +322,7 @@ def parse(words):
 def main():
     args, methods = parse(sys.argv[1:])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    args.results = args.results.expanduser()
     args.results.parent.mkdir(parents=True, exist_ok=True)
     try:
         if args.rates:
