@@ -710,8 +710,7 @@ def reinforce_pp_advantages(rewards, mask):
     values = rewards[:, None].expand(mask.shape)[mask]  # (number of response tokens,)
     if all_equal(values[None]):
         return torch.zeros_like(rewards)[:, None] * mask
-    variance = values.double().var()  # float32 has no square of 1e20
-    return (rewards[:, None] - values.mean()) / (variance + 1e-8).sqrt() * mask
+    return (rewards[:, None] - values.mean()) / (values.var() + 1e-8).sqrt() * mask
 
 
 # 9. The training loop -----------------------------------------------------------------------------
