@@ -34,8 +34,8 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +49,12 @@ import pytest
 import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+)
 
 from rewards import (
     TASKS,
@@ -210,31 +215,15 @@ def data_row(prompt, solution=""):
     return {**row, "difficulty": "2", "columns": {}}
 
 
-SIZES = {  # of a small model, by the names that families have for them
-    "hidden_size": 32,
-    "n_embd": 32,
-    "d_model": 32,
-    "intermediate_size": 64,
-    "ffn_dim": 64,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "n_head": 2,
-    "n_heads": 2,
-    "head_dim": 16,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 512,
-    "n_positions": 512,
-    "vocab_size": len(TOKENIZER),
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-    "bos_token_id": None,
+SIZES = {  # of a small model: a size, and the names that families have for it
+    32: "hidden_size n_embd d_model moe_intermediate_size shared_expert_intermediate_size",
+    64: "intermediate_size ffn_dim",
+    2: "num_hidden_layers n_layer n_layers num_attention_heads num_key_value_heads n_head n_heads "
+    "num_experts_per_tok",
+    4: "num_experts num_local_experts",
+    16: "head_dim",
+    512: "max_position_embeddings n_positions",
+    len(TOKENIZER): "vocab_size",
 }
 
 
@@ -242,15 +231,16 @@ def random_model(family="Llama", **changes):
     """A small model over the bundled vocabulary; large random weights: π is far from uniform."""
     config_class = getattr(transformers, f"{family}Config")
     default = config_class()
-    sizes = {}
-    for name, size in SIZES.items():
-        own_name = config_class.attribute_map.get(name, name)
-        if own_name == name and hasattr(default, name):
-            sizes[name] = size
-    config = config_class(**{**sizes, **changes})
+    own = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    for size, names in SIZES.items():
+        for name in names.split():
+            is_other_name = name in config_class.attribute_map
+            if hasattr(default, name) and not is_other_name:
+                own[name] = size
+    own |= changes
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(eos_token_id=changes.get("eos_token_id", 1))
+    model = AutoModelForCausalLM.from_config(config_class(**own))
+    model.generation_config = GenerationConfig(eos_token_id=own["eos_token_id"])
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.mul_(6)
@@ -680,16 +670,12 @@ def test_samples_come_from_the_scored_distribution(temperature, min_p):
     assert chi_squared < degrees + 5 * math.sqrt(2 * degrees)
 
 
-def test_the_model_keeps_its_own_generation_config(monkeypatch):
-    """Also where `generate` fails: final/ is saved with it."""
+def test_the_model_keeps_its_own_generation_config():
+    """final/ is saved with it."""
     model = random_model()
     own = model.generation_config
     own.top_k = 2
     sample(model)
-    assert model.generation_config is own
-    monkeypatch.setattr(model, "generate", exits)
-    with pytest.raises(SystemExit):
-        sample(model)
     assert model.generation_config is own
     assert own.top_k == 2
 
@@ -1136,7 +1122,9 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     monkeypatch.setattr(lopti, "sample", sample_without_min_p)
     monkeypatch.setattr(lopti, "entropy", rounded_entropy)
     monkeypatch.setattr(lopti, "stapo_mask", functools.partial(lopti.stapo_mask, **STAPO))
-    policy = random_model(hidden_size=16, eos_token_id=ENDS, attention_dropout=0.5).double()
+    policy = random_model(
+        hidden_size=16, head_dim=8, eos_token_id=ENDS, attention_dropout=0.5
+    ).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
     start = weights(policy)
     plain = copy.deepcopy(policy)
@@ -1155,24 +1143,6 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     assert 0 < lines[0]["completions/clipped_ratio"] < 1
     norms = [line[f"grad_norm/{name}"] for line in lines for name in passes]
     assert max(norms) > settings.max_grad_norm
-
-
-@pytest.mark.parametrize("order", ["low-high", "high-low", "low", "high"])
-def test_no_token_on_one_side_of_eta(order, tmp_path, monkeypatch):
-    """The empty pass takes no step. Every line has the same keys, also where rewards are equal."""
-    rewards = iter([[0.0, 1.0] * 6, [0.0] * 12])
-    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(rewards))
-    start = random_model()
-    model = random_model()
-    flags = f"--eta 1e-9 --kl-coef 0 --order {order} "
-    _, (first, second) = trained(model, flags, tmp_path, monkeypatch)
-    for name in order.split("-"):
-        assert (first[f"grad_norm/{name}"] > 0) == (name == "high")
-    has_learned = order != "low"
-    assert torch.equal(weights(model), weights(start)) != has_learned
-    assert (first["optimizer_steps"] > 0) == has_learned
-    assert second["optimizer_steps"] == 0
-    assert first.keys() == second.keys()
 
 
 def test_rewards_are_counted_in_float64(tmp_path, monkeypatch):
@@ -1206,24 +1176,14 @@ def test_while_it_samples_there_are_no_gradients(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
-    """All forward passes are in it, weights and gradients are not; the KL begins at exactly 0.
-
-    The temperature divides logits that are float32 already.
-    """
+    """All forward passes are in it, weights and gradients are not; the KL begins at exactly 0."""
     policy = random_model("Qwen2", tie_word_embeddings=tied)
     before = weights(policy)
     computed = set()  # dtypes of the layers' outputs
     kept = set()  # dtypes of gradients, weights and log-probabilities
-    divided = []
 
     def look_at_layer(layer, inputs, output):
         computed.add(output.dtype)
-
-    def look_at_logits(head, inputs, output):
-        divided.append(output.float() / 0.7)
-
-    def look_at_token_logits(logits, *inputs):
-        assert torch.equal(logits, divided[-1])
 
     def look_at_gradients(*call):
         kept.update((gradient(policy).dtype, weights(policy).dtype))
@@ -1231,8 +1191,6 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     for module in policy.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(look_at_layer)
-    policy.lm_head.register_forward_hook(look_at_logits)
-    spy(monkeypatch, lopti, "token_logits", look_at_token_logits)
     spy(monkeypatch, torch.nn.utils, "clip_grad_norm_", look_at_gradients)
     spy(monkeypatch, lopti, "token_logprobs", lambda logprobs, *_: kept.add(logprobs.dtype))
     flags = "--dtype bfloat16 --kl-coef 0.1 --steps 1 --mini-batch-size 0 --stapo "
@@ -1256,15 +1214,12 @@ def test_without_kl_there_is_no_reference_model():
 # --------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("place", ["cpu", "cuda:1"])
-def test_evaluation_counts(place, monkeypatch):
+def test_evaluation_counts(monkeypatch):
     """'7' when greedy, and in every second sample of the first prompts; of the last, never."""
     rows = []
     for solution, level in zip("77877", ["10", "10", "10", "2", "2"]):
         rows.append({**data_row("?", solution), "difficulty": level})
     sampled = []
-    forked = []
-    seeds = []
 
     def fake_sample(model, tokenizer, prompts, group_size, temperature, settings):
         sampled.append((torch.initial_seed(), group_size, temperature))
@@ -1274,21 +1229,13 @@ def test_evaluation_counts(place, monkeypatch):
             texts.append("no" if is_wrong else r"\boxed{7}")
         return SimpleNamespace(texts=texts)
 
-    def fake_fork(devices=None, device_type=None):
-        if device_type:  # else that of a reward
-            forked.extend([devices, device_type])
-        return nullcontext()
-
-    # the seed of all devices, not of the CPU alone
-    spy(monkeypatch, torch, "manual_seed", lambda _, seed: seeds.append(seed))
     monkeypatch.setattr(lopti, "sample", fake_sample)
-    monkeypatch.setattr(torch.random, "fork_rng", fake_fork)
-    policy = SimpleNamespace(device=torch.device(place))
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    of_training = torch.get_rng_state()
     settings = settings_of("--task math --seed 7 --temperature 0.7")
     table, answers = lopti.evaluate(policy, TOKENIZER, rows, settings)
     assert sampled == [(8, 1, 0), (8, 4, 1)]
-    assert seeds == [8]
-    assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
+    assert torch.equal(torch.get_rng_state(), of_training)
     assert answers[0][1:3] == [(r"\boxed{7}", 1.0), ("no", 0.0)]
     lines = lopti.table_text({"before": table, "after": table}, "level").splitlines()
     assert [" ".join(line.split()) for line in lines] == [
@@ -1408,10 +1355,6 @@ def test_settings_without_flags(task, solved_reward):
     settings = vars(settings_of(f"--task {task}"))
     expected = {**OURS, "solved_reward": solved_reward}
     assert {name: settings[name] for name in expected} == expected
-
-
-def test_a_later_flag_wins():
-    assert settings_of(f"@{ROOT}/data/kk.flags --steps 9").steps == 9
 
 
 def test_a_flag_is_a_setting_and_its_limits_hold_for_both():
@@ -1554,12 +1497,7 @@ def test_what_a_run_leaves_behind(finished_run):
 
 def test_a_library_call_is_the_same_run(finished_run, tmp_path, capsys):
     """lopti.train(lopti.Settings(...)) trains, and returns the folder."""
-    settings = settings_of(FLAGS)
-    changed = {}
-    for name, value in asdict(settings).items():
-        if value != getattr(lopti.Settings(), name):
-            changed[name] = value
-    folder = lopti.train(lopti.Settings(**{**changed, "name": "called", "output": str(tmp_path)}))
+    folder = lopti.train(settings_of(FLAGS, name="called", output=str(tmp_path)))
     assert folder == tmp_path / "called"
     assert_same_run(folder, finished_run)
 
@@ -1700,23 +1638,9 @@ def test_a_run_of_another_version_is_told(run_copy, capsys):
     assert "start a new run" in told
 
 
-class Code:
-    """What runs when it is read: it makes a folder."""
-
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
-def test_a_damaged_checkpoint_is_named(run_copy, tmp_path, capsys):
-    """A lost tensor; a pickle that would run code, which it does not."""
+def test_a_damaged_checkpoint_is_named(run_copy, capsys):
     path = run_copy / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
-    torch.save({**state, "step": Code(tmp_path / "made")}, path)
-    assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
-    assert not (tmp_path / "made").exists()
     del state["policy"]["model.norm.weight"]
     torch.save(state, path)
     assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
@@ -1761,7 +1685,7 @@ def test_a_linked_final_is_replaced_and_its_target_kept(run_copy, tmp_path, caps
     assert (run_copy / "final" / "model.safetensors").read_bytes() != before
 
 
-@pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
+@pytest.mark.parametrize("kind", ["cpu", "xpu"])
 def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, monkeypatch):
     """The random state of a pretended xpu is restored on an xpu only."""
     model = random_model()
@@ -2030,20 +1954,6 @@ def test_a_padding_token_without_an_embedding(tmp_path):
     assert lopti.load_model(tmp_path, "cpu")[1].pad_token == TOKENIZER.eos_token
 
 
-def test_weights_that_cannot_be_trained_are_refused(monkeypatch):
-    """Quantized or frozen ones: they would stay as they are, without a word."""
-    original = AutoModelForCausalLM.from_pretrained
-
-    def frozen(*inputs, **options):
-        model, report = original(*inputs, **options)
-        model.lm_head.weight.requires_grad_(False)
-        return model, report
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
-    with pytest.raises(lopti.UserError, match="quantized or frozen"):
-        lopti.load_model(TINY, "cpu")
-
-
 def test_a_model_that_could_not_be_saved_is_told_before_training(tmp_path, capsys, monkeypatch):
     """Hours later nobody wants to hear it. No folder is left."""
     monkeypatch.setattr(transformers.LlamaConfig, "save_pretrained", exits)
@@ -2072,32 +1982,32 @@ def exits(*inputs, **options):
     sys.exit(0)
 
 
-def out_of_memory(*inputs):
-    raise torch.OutOfMemoryError("CUDA out of memory")
+def raises(error):
+    """A function that does nothing else."""
+
+    def function(*inputs, **options):
+        raise error
+
+    return function
 
 
-def out_of_memory_in_python(*inputs):
-    raise MemoryError
-
-
-def out_of_memory_on_a_cpu(*inputs):
-    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to")
-
-
-@pytest.mark.parametrize("fails", [out_of_memory, out_of_memory_in_python, out_of_memory_on_a_cpu])
-def test_out_of_memory_is_one_sentence(fails, run_copy, capsys, monkeypatch):
-    monkeypatch.setattr(lopti, "score", fails)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"),
+    ],
+)
+def test_out_of_memory_is_one_sentence(error, run_copy, capsys, monkeypatch):
+    monkeypatch.setattr(lopti, "score", raises(error))
     told = refused(capsys, f"--resume {run_copy} --steps 5")
     assert "out of memory: lower --tokens-per-microbatch" in told
 
 
 def test_a_mistake_in_the_program_has_its_traceback(monkeypatch, run_copy):
     """One sentence would hide it."""
-
-    def mistake(*inputs):
-        raise RuntimeError("shapes differ")
-
-    monkeypatch.setattr(lopti, "score", mistake)
+    monkeypatch.setattr(lopti, "score", raises(RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes differ"):
         main(f"--resume {run_copy} --steps 5")
 
@@ -2674,9 +2584,8 @@ def test_what_people_and_the_task_leave_out(tmp_path, capsys):
 
 
 def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
-    answers = ["2", "Yes", r"\frac12\text{ hours}", "8:30 AM", r"\forall x", "1,2", r"\{1\}", "9/"]
-    assert len(loaded_rows(tmp_path, [{**GOOD, "answer": answer} for answer in answers])) == 8
-    told = "a.jsonl: 3 compared as text (see math-verify in data/GUIDE.md)\n"
+    loaded_rows(tmp_path, [{**GOOD, "answer": answer} for answer in ("2", r"\forall x", "9/")])
+    told = "a.jsonl: 2 compared as text (see math-verify in data/GUIDE.md)\n"
     assert capsys.readouterr().out == told
 
 
