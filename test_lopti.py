@@ -13,7 +13,7 @@ The sections stand in this order; each has the helpers that only it needs at its
     rewards.py    puzzles · mathematics, a table of answers that are paid or not · rows of data
                   files · prompts · a reward of one's own
 
-What one run needs from Python to a GPU is tested in data/ports and data/lab.
+The golden file, the ports to TRL and verl, and the laboratory have tests beside them.
 """
 
 import copy
