@@ -62,6 +62,11 @@ def setting(default, meaning, low=None, high=1e9, choices=None):
     return field(default=default, metadata=limits)
 
 
+def flag(name):
+    """The flag of a setting: eval_size → --eval-size."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass
 class Settings:
     """All that can be set: Settings(alpha=0.3), or --alpha 0.3. UserError outside the limits."""
@@ -146,11 +151,6 @@ class Settings:
         """Which tokens each pass over a rollout batch updates: ["low", "high"] for Lopti."""
         names = self.order.split("-") if self.eta else ["all"]
         return names * self.passes
-
-
-def flag(name):
-    """The flag of a setting: eval_size → --eval-size."""
-    return "--" + name.replace("_", "-")
 
 
 # The training step --------------------------------------------------------------------------------
@@ -256,6 +256,8 @@ def generate(model, ids, attention_mask, cache, count, temperature, min_p, end_i
     ids (N, n), those that the cache has not read yet → (N, up to `count`). After a token that ends
     its response a row gets padding. attention_mask (N, P) is 0 on padding, also on what was read.
     """
+    # Qwen ships top_k 20, top_p 0.8 and a repetition penalty. With those we would not sample from
+    # the π that we score, so every knob is set here, ...
     knobs = GenerationConfig(
         max_new_tokens=count,
         do_sample=temperature > 0,  # or else greedy
@@ -269,9 +271,7 @@ def generate(model, ids, attention_mask, cache, count, temperature, min_p, end_i
         knobs.top_k = 0  # all words; the default of HF is 50
         knobs.top_p = 1.0
         knobs.min_p = min_p or None  # the safe vocabulary of section 8
-    # What is left open HF takes from the model's own settings, so they are put aside meanwhile:
-    # Qwen ships top_k 20, top_p 0.8 and a repetition penalty, and with those we would not sample
-    # from the π that we score.
+    # ... and the model's own settings are put aside: from them HF takes what we leave open.
     own_settings = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -343,14 +343,14 @@ def score(model, rollout, settings):
     dtype = torch.promote_types(model.dtype, torch.float32)
     logprobs = torch.zeros_like(rollout.mask, dtype=dtype)
     entropies = torch.zeros_like(logprobs)
-    rows_to_read = range(len(logprobs))
-    for rows in micro_batches(rows_to_read, rollout.lengths, settings.tokens_per_microbatch):
-        part = rollout.rows(rows)
+    everything = range(len(logprobs))
+    for indices in micro_batches(everything, rollout.lengths, settings.tokens_per_microbatch):
+        part = rollout.rows(indices)
         length = part.mask.shape[1]
         with mixed_precision(model, settings):
             logits = token_logits(model, part.ids, part.mask, settings.temperature, settings.min_p)
-        logprobs[rows, :length] = spread(token_logprobs(logits, part.ids[part.mask]), part.mask)
-        entropies[rows, :length] = spread(entropy(logits), part.mask)
+        logprobs[indices, :length] = spread(token_logprobs(logits, part.ids[part.mask]), part.mask)
+        entropies[indices, :length] = spread(entropy(logits), part.mask)
     return logprobs, entropies
 
 
@@ -487,7 +487,7 @@ def update(policy, optimizer, rollout, tokens, settings):
         batch.tokens = batch.tokens & kept
         statistics = accumulate_gradient(policy, batch, kept.sum(), settings)
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
-        totals["masked_tokens"] += int(batch.mask.sum() - kept.sum())
+        totals["masked_tokens"] += int(batch.mask.sum() - kept.sum())  # also if there is no step
         if not norm.isfinite():  # what is infinite or not a number must not reach the weights
             totals["nonfinite_steps"] += 1
         else:
@@ -509,10 +509,10 @@ def accumulate_gradient(policy, batch, normalizer, settings):
     has_gradient = batch.tokens.any(1)  # (rows of the mini-batch,)
     if not settings.kl_coef:
         has_gradient = has_gradient & batch.advantages.any(1)
-    rows_to_read = has_gradient.nonzero().flatten().tolist()
+    to_read = has_gradient.nonzero().flatten().tolist()
     sums = dict.fromkeys(STATISTICS, 0.0)
-    for rows in micro_batches(rows_to_read, batch.lengths, settings.tokens_per_microbatch):
-        part = batch.rows(rows)
+    for indices in micro_batches(to_read, batch.lengths, settings.tokens_per_microbatch):
+        part = batch.rows(indices)
         tokens = part.tokens
         with mixed_precision(policy, settings):
             logits = token_logits(policy, part.ids, tokens, settings.temperature, settings.min_p)
@@ -578,7 +578,7 @@ def policy_loss(
         kl = kl_estimate(logprobs, ref_logprobs)
     loss = (kl_coef * kl - objective).sum() / normalizer
     with torch.no_grad():
-        no_gradient = clipped < unclipped  # of the policy; the KL's stays
+        no_gradient = clipped < unclipped  # the clip decides (equal: inside); the KL's stays
         statistics = {
             "policy_loss": -objective,
             "kl": kl,
@@ -605,11 +605,14 @@ def kl_estimate(logprobs, ref_logprobs):
 
 
 def micro_batches(indices, lengths, size):
-    """Cut rows into lists of similar length: one row, or at most `size` tokens with padding."""
-    lengths = lengths.tolist()
+    """Cut rows into lists of similar length: one row, or at most `size` tokens with padding.
+
+    >>> micro_batches([0, 1, 2], lengths=torch.tensor([30, 5, 4]), size=12)
+    [[2, 1], [0]]
+    """
     batches = []
-    for index in sorted(indices, key=lengths.__getitem__):
-        if not batches or (len(batches[-1]) + 1) * lengths[index] > size:
+    for length, index in sorted((int(lengths[index]), index) for index in indices):
+        if not batches or (len(batches[-1]) + 1) * length > size:
             batches.append([])
         batches[-1].append(index)
     return batches
@@ -719,17 +722,19 @@ def train(settings):
             )
             metrics = step_metrics(rollout, updates, settings)
             metrics["seconds"] = time.perf_counter() - started
-            log_step(folder, log, step, metrics, batch, rollout)
+            log_step(folder, log, step, metrics, batch, rollout, settings)
             tell_step(log["metrics"], last, progress, settings)
-            if is_due(step, settings.eval_every) or step == last:
+            is_last = step == last
+            if is_last or is_due(step, settings.eval_every):
                 log_evaluation(folder, log, step, policy, tokenizer, eval_rows, settings)
-            if is_due(step, settings.save_every) or (step == last and settings.save_every):
+            if settings.save_every and (is_last or is_due(step, settings.save_every)):
                 save_checkpoint(folder, step, log, policy, optimizer)
                 saved = step
     except KeyboardInterrupt as stop:
-        goes_on = f"--resume {folder} goes on after step {saved}"
-        nothing = f"{folder} has no checkpoint yet: start again"
-        raise KeyboardInterrupt(goes_on if saved else nothing) from stop
+        advice = f"{folder} has no checkpoint yet: start again"
+        if saved:
+            advice = f"--resume {folder} goes on after step {saved}"
+        raise KeyboardInterrupt(advice) from stop
     finally:
         if not log["evaluations"] and not settings.resume:
             shutil.rmtree(folder)  # nothing has come of the run
@@ -824,8 +829,8 @@ def table_text(tables, heading):
     layout = "{:<8}{:>8}{:>9}" + "{:>21}" * len(tables)
     lines = [layout.format("", heading, "prompts", *tables)]
     first = next(iter(tables.values()))
-    measures = list(next(iter(first.values())))
-    for measure in measures[1:-1]:  # without the number of prompts and the reward
+    names = next(iter(first.values()))  # prompts, greedy, avg@k, pass@k, reward
+    for measure in [name for name in names if name not in ("prompts", "reward")]:
         for difficulty, line in first.items():
             cells = []
             for table in tables.values():
@@ -844,7 +849,7 @@ def table_text(tables, heading):
 
 def mean_line(layout, measure, means):
     """A line of `table_text`: the mean over the difficulties, for each table."""
-    cells = [f"{mean:.2f}{'':13}" for mean in means]
+    cells = [f"{mean:.2f}{'':13}" for mean in means]  # with room where others have an interval
     return layout.format(measure, "mean", "", *cells).rstrip()
 
 
@@ -872,8 +877,8 @@ def report(log, rows, settings):
                 print(f"{name:<24}{steps[0][name]:.2f} → {steps[-1][name]:.2f}")
     equal = steps_without_advantages(steps)
     if equal and settings.advantage == "grpo":
-        print(f"\nIn {equal} of {len(steps)} steps no group had unequal rewards: nothing was")
-        print("learned there. Look at samples.jsonl.")
+        told = "no group had unequal rewards: nothing was learned there; see samples.jsonl"
+        print(f"\nIn {equal} of {len(steps)} steps {told}")
 
 
 def show_accuracy(settings):
@@ -930,14 +935,27 @@ def generate_in_stretches(model, prompt_ids, temperature, settings, end_ids, pad
 
 def step_metrics(rollout, updates, settings):
     """One line of metrics.jsonl, with TRL's names where TRL has one."""
+    metrics = rollout_metrics(rollout, settings) | update_metrics(updates, settings)
+    tokens_gone_over = len(updates) * metrics["rollout/tokens"]
+    metrics["masked_share"] = metrics["masked_tokens"] / tokens_gone_over
+    return metrics
+
+
+def rollout_metrics(rollout, settings):
+    """What there is to say of a rollout batch before its update."""
     mask = rollout.mask
     lengths = mask.sum(1).double()
     count = int(mask.sum())
     groups = rollout.rewards.view(-1, settings.group_size)
+    degrees_of_freedom_lost = 1 if settings.group_size > 1 else 0
     low, _ = split_tokens(rollout.old_logprobs, mask, settings.eta or 0.5)  # the paper's η
+    kl = torch.zeros(())  # of the policy that sampled to the starting one
+    if rollout.ref_logprobs is not None:
+        inside = mask & (rollout.old_logprobs > -math.inf)
+        kl = kl_estimate(rollout.old_logprobs[inside], rollout.ref_logprobs[inside])
     metrics = {
         "reward": rollout.rewards.mean(),
-        "reward_std": groups.std(1, correction=min(1, settings.group_size - 1)).mean(),
+        "reward_std": groups.std(1, correction=degrees_of_freedom_lost).mean(),
         "frac_reward_zero_std": all_equal(groups).double().mean(),
         "accuracy": reaches(rollout.rewards, settings.solved_reward).double().mean(),
         "completions/mean_length": lengths.mean(),
@@ -945,26 +963,28 @@ def step_metrics(rollout, updates, settings):
         "completions/clipped_ratio": rollout.truncated.double().mean(),
         "entropy": rollout.entropies.sum() / count,
         "low_probability_share": low.sum() / count,
-        "rollout/kl": 0.0,  # of the policy that sampled to the starting one
+        "rollout/kl": kl.sum() / count,
         "rollout/tokens": count,
     }
-    if rollout.ref_logprobs is not None:
-        inside = mask & (rollout.old_logprobs > -math.inf)
-        kl = kl_estimate(rollout.old_logprobs[inside], rollout.ref_logprobs[inside])
-        metrics["rollout/kl"] = kl.sum() / count
-    metrics = {name: float(value) for name, value in metrics.items()}
-    totals = dict.fromkeys((*STATISTICS, *COUNTS), 0.0)
-    by_name = {}  # of a pass: the sums of all passes of that name
-    for name, sums in zip(settings.pass_names(), updates):
-        by_name.setdefault(name, dict.fromkeys(sums, 0.0))
-        add(by_name[name], sums)
-    for name, sums in by_name.items():
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def update_metrics(updates, settings):
+    """What there is to say of the passes: STATISTICS are means over the mini-batches of a pass;
+    those of Lopti's two passes add up, those of --passes are averaged. COUNTS are sums."""
+    names = settings.pass_names()
+    metrics = dict.fromkeys((*STATISTICS, *COUNTS), 0.0)
+    for sums in updates:
         mini_batches = max(1, sums["optimizer_steps"] + sums["skipped_steps"])
-        add(totals, {each: sums[each] / mini_batches for each in STATISTICS})
-        add(totals, {each: sums[each] for each in COUNTS})
-        metrics[f"grad_norm/{name}"] = sums["grad_norm"] / max(1, sums["optimizer_steps"])
-    metrics |= totals
-    metrics["masked_share"] = totals["masked_tokens"] / (len(updates) * count)
+        for name in STATISTICS:
+            metrics[name] += sums[name] / mini_batches / settings.passes
+        for name in COUNTS:
+            metrics[name] += sums[name]
+    for name in dict.fromkeys(names):  # "low" and "high", or "all": each once
+        same = [sums for its_name, sums in zip(names, updates) if its_name == name]
+        norms = sum(sums["grad_norm"] for sums in same)
+        steps = sum(sums["optimizer_steps"] for sums in same)
+        metrics[f"grad_norm/{name}"] = norms / max(1, steps)
     return metrics
 
 
@@ -1065,13 +1085,13 @@ def load_checkpoint(folder, policy, optimizer):
     return state["step"], state["log"]
 
 
-def log_step(folder, log, step, metrics, batch, rollout):
+def log_step(folder, log, step, metrics, batch, rollout, settings):
     """A line of metrics, and the first response to each of two prompts."""
     add_line(folder, log, "metrics", {"step": step, **metrics})
-    group_size = len(rollout.texts) // len(batch)
     for group, row in enumerate(batch[:2]):
-        text = rollout.texts[group * group_size]
-        reward = float(rollout.rewards[group * group_size])
+        first = group * settings.group_size
+        text = rollout.texts[first]
+        reward = float(rollout.rewards[first])
         sample = {"step": step, "prompt": row["prompt"], "response": text, "reward": reward}
         add_line(folder, log, "samples", sample)
 
@@ -1109,10 +1129,13 @@ def load_model(name, device):
 
     Without a name the bundled model.
     """
-    name = Path(name).expanduser() if name else Path(__file__).resolve().parent / "data" / "tiny"
-    if not name.exists() and (name.is_absolute() or Path(name.parts[0]).exists()):
+    name = str(name) or str(Path(__file__).resolve().parent / "data" / "tiny")
+    folder = Path(name).expanduser()
+    is_path = name.startswith((".", "/", "~")) or Path(folder.parts[0]).exists()
+    if is_path and not folder.exists():  # else it is looked for on the hub, for a minute
         raise UserError(f"--model {name}: there is no such folder")
-    name = str(name)  # MODEL
+    if folder.exists():
+        name = str(folder)
     with user_errors(f"cannot load --model {name} on --device {device}"):
         if (Path(name) / "adapter_config.json").exists():
             raise ValueError("it is an adapter: merge it into its model first")

@@ -24,13 +24,14 @@ import torch
 from scipy import stats
 
 # ---- diagnose.py: a policy so small that all of its answers can be written down
-# Two tokens of three words each. The first is drawn in state 0, the second in state 1, 2 or 3,
-# which is the first word's. Probabilities are whole tenths, so that a hundred answers, each as
-# often as it is likely, stand for all.
+# Two tokens of three words each. The first is drawn in state 0, the second in the state to which
+# the first word leads. Probabilities are whole tenths, so that a hundred answers, each as often as
+# it is likely, stand for all.
 
-PI = torch.tensor([[0.1, 0.3, 0.6], [0.8, 0.1, 0.1], [0.2, 0.2, 0.6], [0.1, 0.1, 0.8]])
+PI = torch.tensor([[0.1, 0.3, 0.6], [0.8, 0.1, 0.1], [0.2, 0.2, 0.6]])  # (states, words)
+NEXT_STATE = torch.tensor([1, 2, 0])  # by the first word
 REWARDS = torch.tensor([[1.0, 0.0, 0.5], [0.0, 2.0, 0.0], [-1.0, 0.3, 0.7]])  # by both words
-SETTINGS = lopti.Settings(alpha=0.3, eta=0.4, kl_coef=0.0)
+SETTINGS = lopti.Settings(alpha=0.3, eta=0.28, kl_coef=0.0)
 
 
 class TablePolicy(torch.nn.Module):
@@ -40,31 +41,28 @@ class TablePolicy(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.output = torch.nn.Linear(4, 3, bias=False)
+        self.output = torch.nn.Linear(3, 3, bias=False)
         self.output.weight.data = PI.log().T.clone()  # (words, states)
 
     def get_output_embeddings(self):
         return self.output
 
-    def num_parameters(self):
-        return 12
-
     def forward(self, ids, use_cache):
-        states = torch.stack([0 * ids[:, 0], 1 + ids[:, 1], 0 * ids[:, 2]], 1)
-        hidden = torch.nn.functional.one_hot(states, 4).float()
+        states = torch.stack([0 * ids[:, 0], NEXT_STATE[ids[:, 1]], 0 * ids[:, 2]], 1)
+        hidden = torch.nn.functional.one_hot(states, 3).float()
         return SimpleNamespace(logits=self.output(hidden))
 
 
 def answers():
     """Each answer: its two words, and how often it is among a hundred."""
     for first, second in product(range(3), range(3)):
-        yield first, second, round(100 * float(PI[0, first] * PI[1 + first, second]))
+        yield first, second, round(100 * float(PI[0, first] * PI[NEXT_STATE[first], second]))
 
 
 def mini_batch(first, second):
     """A mini-batch of one answer, whose Â is its reward."""
     mask = torch.tensor([[False, True, True]])
-    old_logprobs = torch.tensor([[0.0, PI[0, first].log(), PI[1 + first, second].log()]])
+    old_logprobs = torch.tensor([[0.0, PI[0, first].log(), PI[NEXT_STATE[first], second].log()]])
     return lopti.Rollout(
         ids=torch.tensor([[0, first, second]]),
         mask=mask,
@@ -77,21 +75,21 @@ def mini_batch(first, second):
 
 
 def slopes_by_hand(first, second):
-    """Of each of the two tokens: π, and Â·(e - π)/2 at the logits of its state, (12,)."""
-    for state, word in ((0, first), (1 + first, second)):
-        slope = torch.zeros(3, 4).double()  # (words, states)
+    """Of each of the two tokens: π, and Â·(e - π)/2 at the logits of its state, (9,)."""
+    for state, word in ((0, first), (NEXT_STATE[first], second)):
+        slope = torch.zeros(3, 3).double()  # (words, states)
         slope[:, state] = torch.eye(3)[word] - PI[state]
         yield float(PI[state, word]), REWARDS[first, second] * slope.flatten() / 2
 
 
 def expected_reward(weights):
-    """J of logits (12,), by going through all answers."""
-    pi = weights.view(3, 4).T.softmax(1)  # (states, words)
-    return (pi[0, :, None] * pi[1:] * REWARDS).sum()
+    """J of logits (9,), by going through all answers."""
+    pi = weights.view(3, 3).T.softmax(1)  # (states, words)
+    return (pi[0, :, None] * pi[NEXT_STATE] * REWARDS).sum()
 
 
 def rise_along(step):
-    """By how much J rises along a step (12,), by finite differences."""
+    """By how much J rises along a step (9,), by finite differences."""
     weights, small = PI.double().log().T.flatten(), 1e-5
     more, less = (expected_reward(weights + sign * small * step) for sign in (1, -1))
     return float(more - less) / (2 * small)
@@ -110,7 +108,7 @@ def measured():
         first.add(*parts)
     first.finish()
     for batch, parts in gradients:
-        numbers = diagnose.sizes(batch, parts[0], 0.4) | first.products(*parts)
+        numbers = diagnose.sizes(batch, parts[0], SETTINGS.eta) | first.products(*parts)
         for name, values in found.items():
             values.append(numbers[name].numpy())
     return {name: np.array(values) for name, values in found.items()}
@@ -118,9 +116,9 @@ def measured():
 
 def test_signal_and_energy_of_each_bin(measured):
     """Signal is the rise of J along the mean gradient of a bin's tokens."""
-    energy, means = np.zeros(4), torch.zeros(4, 12).double()
+    energy, means = np.zeros(4), torch.zeros(4, 9).double()
     for first, second, times in answers():
-        parts = torch.zeros(4, 12).double()
+        parts = torch.zeros(4, 9).double()
         for pi, slope in slopes_by_hand(first, second):
             parts[int(pi // 0.25)] += slope
         energy += times * parts.square().sum(1).numpy()
@@ -133,22 +131,22 @@ def test_signal_and_energy_of_each_bin(measured):
 
 
 def steps_by_hand(first, second):
-    """The gradients of GRPO, AR, π < η and π ≥ η for one answer, each (12,)."""
-    grpo, ar, low, high = torch.zeros(4, 12).double()
+    """The gradients of GRPO, AR, π < η and π ≥ η for one answer, each (9,)."""
+    grpo, ar, low, high = torch.zeros(4, 9).double()
     for pi, slope in slopes_by_hand(first, second):
         grpo += slope
         ar += (0.3 * pi + 0.7) * slope
-        part = low if pi < 0.4 else high
+        part = low if pi < 0.28 else high
         part += slope
     return grpo, ar, low, high
 
 
 def test_gains_are_rises_of_the_expected_reward(measured):
     """Every step, of length 1, is tried: J before and after it. Then AdamW's mean step."""
-    rises, squares, means = np.zeros(3), torch.zeros(3, 12).double(), torch.zeros(3, 12).double()
+    rises, squares, means = np.zeros(3), torch.zeros(3, 9).double(), torch.zeros(3, 9).double()
     for first, second, times in answers():
         grpo, ar, low, high = steps_by_hand(first, second)
-        passes = torch.zeros(12).double()
+        passes = torch.zeros(9).double()
         for part in (low, high):
             if part.any():
                 passes += part / part.norm()
