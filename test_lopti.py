@@ -509,16 +509,25 @@ def test_stapo_has_the_paper_s_thresholds(monkeypatch):
 # -------------------------------------------------------------------------------- log-probabilities
 
 
-HYBRID = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
-HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-HYBRID |= {"layer_types": ["linear_attention", "full_attention"]}
-MODELS = {  # what models do between ids and logits, and with the end of a sequence
+ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
+FEW_ENDS = ENDS[:21]
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+MAMBA |= {"mamba_expand": 2, "mamba_chunk_size": 8}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64}
+MODELS = {  # what models do between ids and logits, and what their layers keep
     "plain": {},
-    "dropout": {"family": "GPT2", "n_positions": 128, "resid_pdrop": 0.5},  # learnt positions too
+    "dropout": {"family": "GPT2", "resid_pdrop": 0.5},  # learnt positions too
     "tied embeddings": {"family": "Qwen2", "tie_word_embeddings": True},
-    "several ends": {"family": "Qwen2", "eos_token_id": [1, *range(40, 60)]},
+    "several ends": {"family": "Qwen2", "eos_token_id": FEW_ENDS},
     "soft-capping": {"family": "Gemma2", "final_logit_softcapping": 3.0, "sliding_window": 4},
     "logits scaled": {"family": "Cohere", "logit_scale": 1.7},
+    "sliding window": {"family": "Mistral", "sliding_window": 16, "eos_token_id": FEW_ENDS},
+    "linear attention": {"family": "Qwen3Next", **LINEAR, "eos_token_id": FEW_ENDS},
+    "convolutions": {"family": "Lfm2", **CONVOLUTIONS, "eos_token_id": FEW_ENDS},
+    "a state": {"family": "FalconH1", **MAMBA, "mamba_d_ssm": 64, "eos_token_id": FEW_ENDS},
 }
 
 
@@ -598,7 +607,6 @@ def test_micro_batches_by_tokens():
 # ----------------------------------------------------------------------------------------- sampling
 
 
-ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
 PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is a knave", "Lily"]
 
 
@@ -619,8 +627,15 @@ def generated_alone(model, prompt_ids, dtype):
         return model.generate(torch.tensor([prompt_ids]), generation_config=config)[0]
 
 
-def assert_as_generated_alone(model, dtype="float32"):
-    """Greedy responses in groups, five rows at a time, ended ones leaving: as one by one."""
+def check(model, flags=""):
+    """`check_model` of rows with one prompt."""
+    lopti.check_model(model, TOKENIZER, [{"prompt": PROMPTS[0]}], settings_of(flags, model="it"))
+
+
+def assert_sampled_as_by_generate(model, dtype="float32"):
+    """Accepted before training; greedy responses in groups, five rows at a time, ended ones
+    leaving, are those of plain `generate` one by one."""
+    check(model, f"--dtype {dtype}")
     prompts = TOKENIZER(PROMPTS, add_special_tokens=False)["input_ids"]
     alone = [generated_alone(model, prompt, dtype) for prompt in prompts]
     rollout = sample(model, group_size=4, sample_batch_size=5, max_new_tokens=40, dtype=dtype)
@@ -631,14 +646,39 @@ def assert_as_generated_alone(model, dtype="float32"):
     assert not rollout.ids[padding].any()
 
 
-@pytest.mark.parametrize(
-    "name, dtype", [*((name, "float32") for name in MODELS), ("plain", "bfloat16")]
-)
-def test_greedy_samples_against_generate(name, dtype, monkeypatch):
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_samples_against_generate(name, monkeypatch):
     bars = []
     spy(monkeypatch, lopti, "tqdm", lambda bar, *_: bars.append((bar.total, bar.disable)))
-    assert_as_generated_alone(random_model(**MODELS[name]), dtype)
+    assert_sampled_as_by_generate(random_model(**MODELS[name]))
     assert bars == [(3, True)]  # 12 rows by fives; no bar where the output is no terminal
+
+
+def test_greedy_samples_in_bfloat16():
+    assert_sampled_as_by_generate(random_model(), "bfloat16")
+
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+LATENT |= {"v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LATENT |= {"first_k_dense_replace": 1}
+MORE = {
+    "Qwen3": {},
+    "Phi3": {},
+    "Mixtral": {},
+    "Gemma3Text": {"sliding_window": 16},
+    "GptOss": {"sliding_window": 16},
+    "DeepseekV3": LATENT,
+    "Qwen3_5Text": LINEAR,
+    "OlmoHybrid": LINEAR,
+    "GraniteMoeHybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
+    "Mamba2": {"num_heads": 4, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+}
+
+
+@slow
+@pytest.mark.parametrize("family", MORE)
+def test_more_models(family):
+    assert_sampled_as_by_generate(random_model(family, eos_token_id=FEW_ENDS, **MORE[family]))
 
 
 @pytest.mark.parametrize("temperature, min_p", [(1.0, 0.0), (0.7, 0.0), (0.8, 0.3)])
@@ -1763,56 +1803,7 @@ def test_a_home_folder_and_a_working_folder(tmp_path, monkeypatch, capsys):
     assert not list((tmp_path / "other").iterdir())
 
 
-# ------------------------------------------------------------------------------- models: right ones
-
-
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-MAMBA |= {"mamba_expand": 2, "mamba_chunk_size": 8}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
-LATENT |= {"v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
-LATENT |= {"first_k_dense_replace": 1}
-RIGHT = {  # in some, layers keep a state in place of keys and values
-    "Mistral": {"sliding_window": 16},
-    "Qwen3Next": HYBRID,
-    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64},
-    "FalconH1": {**MAMBA, "mamba_d_ssm": 64},
-}
-MORE = {
-    "Qwen3": {},
-    "Phi3": {},
-    "Mixtral": {},
-    "Gemma3Text": {"sliding_window": 16},
-    "GptOss": {"sliding_window": 16},
-    "DeepseekV3": LATENT,
-    "Qwen3_5Text": HYBRID,
-    "OlmoHybrid": HYBRID,
-    "GraniteMoeHybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
-    "Mamba2": {"num_heads": 4, "state_size": 8, "n_groups": 1, "chunk_size": 8},
-}
-
-
-def check(model, flags=""):
-    """`check_model` of rows with one prompt."""
-    lopti.check_model(model, TOKENIZER, [{"prompt": PROMPTS[0]}], settings_of(flags, model="it"))
-
-
-@pytest.mark.parametrize("family", [*RIGHT, *(pytest.param(family, marks=slow) for family in MORE)])
-def test_a_right_model_is_accepted_and_sampled_from_as_by_generate(family):
-    """Some responses end and leave the batch."""
-    model = random_model(family, eos_token_id=ENDS[:21], **{**RIGHT, **MORE}[family])
-    check(model)
-    assert_as_generated_alone(model)
-
-
-def test_a_mixture_of_experts_is_accepted_in_bfloat16():
-    """Rounding sends some tokens to other experts, and their logits differ by .2."""
-    check(
-        random_model("FlexOlmo", num_hidden_layers=4, num_experts=16, num_experts_per_tok=4),
-        "--dtype bfloat16",
-    )
-
-
-# ----------------------------------------------------------------------------- models: refused ones
+# ---------------------------------------------------------------- models: refused before training
 
 
 TUNED = {"attn_temperature_tuning": True, "floor_scale": 100, "no_rope_layers": [0, 0]}
@@ -1839,6 +1830,14 @@ REFUSED = r"it cannot be trained .*π is not what was sampled: .* differ by [\dn
 def test_a_model_that_is_not_scored_as_sampled_is_refused(name):
     with pytest.raises(lopti.UserError, match=REFUSED):
         check(random_model(**WRONG[name]))
+
+
+def test_a_mixture_of_experts_is_accepted_in_bfloat16():
+    """Rounding sends some tokens to other experts, and their logits differ by .2."""
+    check(
+        random_model("FlexOlmo", num_hidden_layers=4, num_experts=16, num_experts_per_tok=4),
+        "--dtype bfloat16",
+    )
 
 
 def test_positions_end_before_the_longest_row():
