@@ -3,17 +3,18 @@
     python -m pytest -q                  # the quick tests
     LOPTI_ALL=1 python -m pytest -q      # all: also killed processes and more families of models
 
-The sections stand in this order; each has the helpers that only it needs at its beginning.
+The sections, in this order. Each begins with the helpers that it alone needs.
 
     the method    the equations by hand (for a port to copy) · golden numbers · advantages and
                   later methods · log-probabilities · sampling · the update · training against a
                   plain loop · evaluation
-    the program   settings and pages · runs and resume · what a run tells · models that are right
-                  or refused · errors
-    rewards.py    puzzles · mathematics, a table of answers that are paid or not · rows of data
+    the program   settings and pages · runs and resume · what a run tells · models that are
+                  refused, and their files · errors
+    rewards.py    puzzles · mathematics (a table of answers, paid and unpaid) · rows of data
                   files · prompts · a reward of one's own
 
-The golden file, the ports to TRL and verl, and the laboratory have tests beside them.
+data/ports tests what golden.json holds, the flags of the paper's runs, and both ports; data/lab
+what it measures.
 """
 
 import copy
@@ -1803,7 +1804,7 @@ def test_a_home_folder_and_a_working_folder(tmp_path, monkeypatch, capsys):
     assert not list((tmp_path / "other").iterdir())
 
 
-# ---------------------------------------------------------------- models: refused before training
+# ------------------------------------------------------------------ models: refused before training
 
 
 TUNED = {"attn_temperature_tuning": True, "floor_scale": 100, "no_rope_layers": [0, 0]}
@@ -1834,10 +1835,8 @@ def test_a_model_that_is_not_scored_as_sampled_is_refused(name):
 
 def test_a_mixture_of_experts_is_accepted_in_bfloat16():
     """Rounding sends some tokens to other experts, and their logits differ by .2."""
-    check(
-        random_model("FlexOlmo", num_hidden_layers=4, num_experts=16, num_experts_per_tok=4),
-        "--dtype bfloat16",
-    )
+    sizes = {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
+    check(random_model("FlexOlmo", **sizes), "--dtype bfloat16")
 
 
 def test_positions_end_before_the_longest_row():
@@ -2073,9 +2072,9 @@ def test_what_an_answer_to_a_puzzle_earns(truth, answer, reward):
 @pytest.mark.parametrize(
     "solution, names",
     [
-        ("(1) Jo Zoë is a knight\n(2) 小明 is a knave", ["jo zoë", "小明"]),
+        ("(1) Åsa Öl is a knight\n(2) 小明 is a knave", ["åsa öl", "小明"]),
         ("1. Mary Ann is a knight\n2. Ann is a knave", ["mary ann", "ann"]),
-        ("Zoey is a knight, and Oliver is a knave.", ["zoey", "oliver"]),
+        ("Zoë is a knight, and 小明 is a knave.", ["zoë", "小明"]),
         ("Therefore Zoey is a knight, while Oliver is a knave", []),  # no names, but prose
         ("(1) Zoey is a knight\n(2) Oliver is no knight", []),
         ("(1) Ann is a knight\n(2) Ann is a knave", []),
