@@ -46,8 +46,8 @@ EXPLANATION = """\
 Energy is what tokens add to the squared length of a step, signal what they add to the reward. A
 method gains if it moves weight to tokens with more signal than energy. Gain: how much more reward
 one step brings than one of GRPO that is equally long, at an unchanged policy. By plain gradient
-descent Lopti makes two steps of one length, one for each pass. ± is half of a 95 % interval. One
-step does not predict a training: compare.py compares whole trainings."""
+descent Lopti makes two steps of one length, one for each pass. Brackets hold 95 % intervals, ± is
+half of one. One step does not predict a training: compare.py compares whole trainings."""
 
 
 class GradientKeeper:
