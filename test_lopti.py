@@ -40,11 +40,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub
-
 import lopti  # isort: skip, because it says how the threads of torch wait
 
 import datasets
+import huggingface_hub.constants
 import numpy
 import pytest
 import torch
@@ -79,6 +78,7 @@ sys.path.insert(0, str(ROOT / "data"))
 
 import golden
 
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # no test asks the hub
 slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -1230,6 +1230,16 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     assert computed == {torch.bfloat16}
     assert kept == {torch.float32}
     assert not torch.equal(weights(policy), before)
+
+
+def test_the_temperature_divides_float32_logits():
+    """In bfloat16 the quotients would be rounded: another π than that of sampling."""
+    model = random_model()
+    rollout = random_rollout(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = lopti.token_logits(model, rollout.ids, rollout.mask, 1.0)
+        divided = lopti.token_logits(model, rollout.ids, rollout.mask, 0.7)
+    assert torch.equal(divided, plain / 0.7)
 
 
 def test_without_kl_there_is_no_reference_model():
