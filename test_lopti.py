@@ -1,11 +1,20 @@
 """Checks every formula against a computation of its own, every pitfall, and the whole program.
 
     python -m pytest -q                  # the quick tests
-    LOPTI_ALL=1 python -m pytest -q      # all: also killed processes and the notebook
+    LOPTI_ALL=1 python -m pytest -q      # all: also killed processes and more families of models
 
-First come the paper's equations with numbers done by hand, for a port to copy, and the golden
-numbers. Then the parts of lopti.py in their order, a training against a plain loop, and the
-program as its users meet it: the command line, runs that are stopped and go on, errors.
+The sections, in this order. Each begins with the helpers that it alone needs.
+
+    the method    the equations by hand (for a port to copy) · golden numbers · advantages and
+                  later methods · log-probabilities · sampling · the update · training against a
+                  plain loop · evaluation
+    the program   settings and pages · runs and resume · what a run tells · models that are
+                  refused, and their files · errors
+    rewards.py    puzzles · mathematics (a table of answers, paid and unpaid) · rows of data
+                  files · prompts · a reward of one's own
+
+data/ports tests what golden.json holds, the flags of the paper's runs, and both ports; data/lab
+what it measures.
 """
 
 import copy
@@ -26,19 +35,42 @@ import statistics
 import sys
 import tempfile
 import time
-from contextlib import nullcontext, redirect_stdout
-from dataclasses import asdict, dataclass, fields, replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test asks the hub
-
 import lopti  # isort: skip, because it says how the threads of torch wait
 
+import datasets
+import huggingface_hub.constants
+import numpy
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+)
+
+from rewards import (
+    TASKS,
+    answers_match,
+    compute_rewards,
+    extract_boxed,
+    is_compared_as_text,
+    kk_reward,
+    load_data,
+    load_function,
+    load_rows,
+    math_reward,
+    prompt_stream,
+    read_roles,
+    render_prompt,
+)
 
 ROOT = Path(__file__).resolve().parent
 TINY = ROOT / "data" / "tiny"
@@ -46,10 +78,14 @@ sys.path.insert(0, str(ROOT / "data"))
 
 import golden
 
+huggingface_hub.constants.HF_HUB_OFFLINE = True  # no test asks the hub
 slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
 TOKENIZER = AutoTokenizer.from_pretrained(TINY)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+GUIDE = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
 
-# ------------------------------------------------------------------------ the equations, by hand
+
+# --------------------------------------------------------------------------- the equations, by hand
 
 
 def test_eq_1_group_advantages():
@@ -128,8 +164,7 @@ def test_lopti_updates_the_unlikely_tokens_first():
     assert lopti.Settings(eta=0.5, passes=2).pass_names() == ["low", "high", "low", "high"]
     assert lopti.Settings(eta=0.5, order="high-low").pass_names() == ["high", "low"]
     assert lopti.Settings(eta=0.5, order="high").pass_names() == ["high"]
-    blocks = (ROOT / "README.md").read_text(encoding="utf-8").split("```")
-    (box,) = [block for block in blocks if "training_step()" in block]
+    (box,) = [block for block in README.split("```") if "training_step()" in block]
     assert box.index("π < η") < box.index("π ≥ η")
 
 
@@ -146,7 +181,7 @@ def test_lopti_both_passes_divide_by_all_response_tokens():
         assert totals["policy_loss"] == pytest.approx(loss)
 
 
-# ------------------------------------------------------------------------------ helpers
+# -------------------------------------------------------------------------- helpers of all sections
 
 
 def read_jsonl(path):
@@ -181,17 +216,34 @@ def data_row(prompt, solution=""):
     return {**row, "difficulty": "2", "columns": {}}
 
 
+SIZES = {  # of a small model: a size, and the names that families have for it
+    32: "hidden_size n_embd d_model moe_intermediate_size shared_expert_intermediate_size",
+    64: "intermediate_size ffn_dim",
+    2: "num_hidden_layers n_layer n_layers num_attention_heads num_key_value_heads n_head n_heads "
+    "num_experts_per_tok",
+    4: "num_experts num_local_experts",
+    16: "head_dim",
+    512: "max_position_embeddings n_positions",
+    len(TOKENIZER): "vocab_size",
+}
+
+
 def random_model(family="Llama", **changes):
     """A small model over the bundled vocabulary; large random weights: π is far from uniform."""
+    config_class = getattr(transformers, f"{family}Config")
+    default = config_class()
+    own = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+    for size, names in SIZES.items():
+        for name in names.split():
+            is_other_name = name in config_class.attribute_map
+            if hasattr(default, name) and not is_other_name:
+                own[name] = size
+    own |= changes
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(TOKENIZER)}
-    ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **ids, **changes})
-    model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = transformers.GenerationConfig(eos_token_id=config.eos_token_id)
+    model = AutoModelForCausalLM.from_config(config_class(**own))
+    model.generation_config = GenerationConfig(eos_token_id=own["eos_token_id"])
     for parameter in model.parameters():
-        if parameter.dim() == 2:
+        if parameter.dim() >= 2:
             parameter.data.mul_(6)
     return model.eval()
 
@@ -247,7 +299,8 @@ def joined(rows):
     return list(itertools.chain.from_iterable(rows))
 
 
-# ------------------------------------------------------------------------ golden numbers
+# ----------------------------------------------------------------------------------- golden numbers
+
 
 GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
 
@@ -316,17 +369,13 @@ class Bigrams(torch.nn.Module):
         return SimpleNamespace(logits=self.output(self.table(ids)))
 
 
-def golden_settings(case):
-    names = {each.name for each in fields(lopti.Settings)} - {"name", "steps"}
-    return lopti.Settings(**{name: case[name] for name in names & case.keys()})
-
-
 def golden_update(policy, reference, rollout, case):
-    """Steps 3 to 7 of a training step: for each optimizer step (gradient, weights before, after).
+    """Steps 3 to 7 of a training step: for each optimizer step (gradient, weights after it).
 
     `rollout` gets what was computed on the way.
     """
-    settings = golden_settings(case)
+    names = {each.name for each in fields(lopti.Settings)} - {"name", "steps"}
+    settings = lopti.Settings(**{name: case[name] for name in names & case.keys()})
     rollout.old_logprobs, rollout.entropies = lopti.score(policy, rollout, settings)
     rollout.ref_logprobs, _ = lopti.score(reference, rollout, settings)
     advantages = lopti.group_advantages(tensor_of(case["rewards"]), settings.group_size)
@@ -338,7 +387,7 @@ def golden_update(policy, reference, rollout, case):
     steps = []
 
     def before_step(*call):
-        steps.append([gradient(policy), weights(policy)])
+        steps.append([gradient(policy)])
 
     def after_step(*call):
         steps[-1].append(weights(policy))
@@ -348,11 +397,6 @@ def golden_update(policy, reference, rollout, case):
     for name in settings.pass_names():
         lopti.update(policy, optimizer, rollout, groups[name], settings)
     return steps
-
-
-def clipped(norm, case):
-    """The factor by which a gradient of this norm is shortened."""
-    return min(1.0, case["max_grad_norm"] / (norm + 1e-6))
 
 
 @pytest.mark.parametrize("case", GOLDEN["rollouts"], ids=name_of)
@@ -365,38 +409,11 @@ def test_golden_rollouts(case):
         assert close(getattr(rollout, name)[rollout.mask], joined(case[name]))
     expected_steps = [step for step in case["steps"] if not step["skipped"]]
     assert len(steps) == len(expected_steps)
-    for (found, _, table), expected in zip(steps, expected_steps):
+    for (found, table), expected in zip(steps, expected_steps):
         full = tensor_of(expected["gradient"]).flatten()
-        factor = clipped(full.norm().item(), case)
+        factor = min(1.0, case["max_grad_norm"] / (full.norm().item() + 1e-6))
         assert torch.allclose(found, factor * full, atol=1e-9, rtol=0)
         assert close(table, joined(expected["table"]))
-
-
-@pytest.mark.parametrize("case", GOLDEN["model"]["cases"], ids=name_of)
-def test_golden_updates_of_the_bundled_model(case):
-    """From token ids to the change of all weights, to six digits."""
-    case = GOLDEN["model"] | case
-    policy = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float64)
-    reference = copy.deepcopy(policy)
-    start = weights(policy)
-    rollout = packed([case["prompt"]] * len(case["responses"]), case["responses"])
-    steps = golden_update(policy, reference, rollout, case)
-    mask = rollout.mask
-    assert rollout.old_logprobs[mask].tolist() == close_to(joined(case["old_logprobs"]))
-    assert rollout.entropies[mask].tolist() == close_to(joined(case["entropies"]))
-    expected_steps = [step for step in case["steps"] if not step["skipped"]]
-    assert len(steps) == len(expected_steps)
-    for (found, before, after), expected in zip(steps, expected_steps):
-        norm = expected["gradient_norm"]
-        assert found.norm().item() == close_to(norm * clipped(norm, case))
-        assert (after - before).norm().item() == close_to(expected["change_norm"])
-    assert (weights(policy) - start).norm().item() == close_to(case["change_norm"])
-    new, _ = lopti.score(policy, rollout, golden_settings(case))
-    assert new[mask].tolist() == close_to(joined(case["new_logprobs"]))
-
-
-def close_to(expected):
-    return pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("case", GOLDEN["treatments"], ids=name_of)
@@ -428,7 +445,7 @@ def test_golden_numbers_of_the_later_methods(case):
     assert lopti.entropy_mask(entropies, mask, case["rho"]).tolist() == case["top_kept"]
 
 
-# ------------------------------------------------------------- advantages, and the later methods
+# ---------------------------------------------------------------- advantages, and the later methods
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -490,15 +507,28 @@ def test_stapo_has_the_paper_s_thresholds(monkeypatch):
     assert kept[0].tolist() == [False, False, False, True, True, True, True]
 
 
-# ------------------------------------------------------------------------------ log-probabilities
+# -------------------------------------------------------------------------------- log-probabilities
 
-MODELS = {  # what models do between ids and logits, and with the end of a sequence
+
+ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
+FEW_ENDS = ENDS[:21]
+LINEAR = {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+LINEAR |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"]}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
+MAMBA |= {"mamba_expand": 2, "mamba_chunk_size": 8}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64}
+MODELS = {  # what models do between ids and logits, and what their layers keep
     "plain": {},
-    "dropout": {"family": "GPT2", "n_positions": 128, "resid_pdrop": 0.5},  # learnt positions too
+    "dropout": {"family": "GPT2", "resid_pdrop": 0.5},  # learnt positions too
     "tied embeddings": {"family": "Qwen2", "tie_word_embeddings": True},
-    "several ends": {"family": "Qwen2", "eos_token_id": [1, *range(40, 60)]},
+    "several ends": {"family": "Qwen2", "eos_token_id": FEW_ENDS},
     "soft-capping": {"family": "Gemma2", "final_logit_softcapping": 3.0, "sliding_window": 4},
     "logits scaled": {"family": "Cohere", "logit_scale": 1.7},
+    "sliding window": {"family": "Mistral", "sliding_window": 16, "eos_token_id": FEW_ENDS},
+    "linear attention": {"family": "Qwen3Next", **LINEAR, "eos_token_id": FEW_ENDS},
+    "convolutions": {"family": "Lfm2", **CONVOLUTIONS, "eos_token_id": FEW_ENDS},
+    "a state": {"family": "FalconH1", **MAMBA, "mamba_d_ssm": 64, "eos_token_id": FEW_ENDS},
 }
 
 
@@ -575,9 +605,9 @@ def test_micro_batches_by_tokens():
     assert lopti.micro_batches([0, 2], lengths, 1000) == [[2, 0]]
 
 
-# ------------------------------------------------------------------------------ sampling
+# ----------------------------------------------------------------------------------------- sampling
 
-ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
+
 PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is a knave", "Lily"]
 
 
@@ -598,23 +628,58 @@ def generated_alone(model, prompt_ids, dtype):
         return model.generate(torch.tensor([prompt_ids]), generation_config=config)[0]
 
 
-@pytest.mark.parametrize(
-    "name, dtype", [*((name, "float32") for name in MODELS), ("plain", "bfloat16")]
-)
-def test_greedy_samples_against_generate(name, dtype, monkeypatch):
-    """In groups, five rows at a time, ended responses leaving: as plain `generate` one by one."""
-    model = random_model(**MODELS[name])
+def check(model, flags=""):
+    """`check_model` of rows with one prompt."""
+    lopti.check_model(model, TOKENIZER, [{"prompt": PROMPTS[0]}], settings_of(flags, model="it"))
+
+
+def assert_sampled_as_by_generate(model, dtype="float32"):
+    """Accepted before training; greedy responses in groups, five rows at a time, ended ones
+    leaving, are those of plain `generate` one by one."""
+    check(model, f"--dtype {dtype}")
     prompts = TOKENIZER(PROMPTS, add_special_tokens=False)["input_ids"]
-    bars = []
-    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: bars.append((bar.total, bar.disable)))
-    rollout = sample(model, group_size=4, sample_batch_size=5, max_new_tokens=40, dtype=dtype)
-    assert bars == [(3, True)]  # 12 rows by fives; no bar where the output is no terminal
     alone = [generated_alone(model, prompt, dtype) for prompt in prompts]
+    rollout = sample(model, group_size=4, sample_batch_size=5, max_new_tokens=40, dtype=dtype)
     for i, (prompt, response) in enumerate(plain_rows(rollout)):
         assert prompt.tolist() == prompts[i // 4]
         assert torch.equal(torch.cat([prompt, response]), alone[i // 4])
     padding = torch.arange(rollout.ids.shape[1]) >= rollout.lengths[:, None]
     assert not rollout.ids[padding].any()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_samples_against_generate(name, monkeypatch):
+    bars = []
+    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: bars.append((bar.total, bar.disable)))
+    assert_sampled_as_by_generate(random_model(**MODELS[name]))
+    assert bars == [(3, True)]  # 12 rows by fives; no bar where the output is no terminal
+
+
+def test_greedy_samples_in_bfloat16():
+    assert_sampled_as_by_generate(random_model(), "bfloat16")
+
+
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
+LATENT |= {"v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+LATENT |= {"first_k_dense_replace": 1}
+MORE = {
+    "Qwen3": {},
+    "Phi3": {},
+    "Mixtral": {},
+    "Gemma3Text": {"sliding_window": 16},
+    "GptOss": {"sliding_window": 16},
+    "DeepseekV3": LATENT,
+    "Qwen3_5Text": LINEAR,
+    "OlmoHybrid": LINEAR,
+    "GraniteMoeHybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
+    "Mamba2": {"num_heads": 4, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+}
+
+
+@slow
+@pytest.mark.parametrize("family", MORE)
+def test_more_models(family):
+    assert_sampled_as_by_generate(random_model(family, eos_token_id=FEW_ENDS, **MORE[family]))
 
 
 @pytest.mark.parametrize("temperature, min_p", [(1.0, 0.0), (0.7, 0.0), (0.8, 0.3)])
@@ -645,30 +710,29 @@ def test_samples_come_from_the_scored_distribution(temperature, min_p):
     assert chi_squared < degrees + 5 * math.sqrt(2 * degrees)
 
 
-def test_the_model_keeps_its_own_generation_config(monkeypatch):
-    """Also where `generate` fails: final/ is saved with it."""
+def test_the_model_keeps_its_own_generation_config():
+    """final/ is saved with it."""
     model = random_model()
     own = model.generation_config
     own.top_k = 2
     sample(model)
     assert model.generation_config is own
-    monkeypatch.setattr(model, "generate", exits)
-    with pytest.raises(SystemExit):
-        sample(model)
-    assert model.generation_config is own
     assert own.top_k == 2
 
 
-def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
+def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it(monkeypatch):
     """The tokenizer's, which is the padding too, and two of the model's settings.
 
-    At the end the batch has only what was unfinished 32 tokens before.
+    At the end the batch has only what was unfinished 32 tokens before, and only new tokens are
+    searched for an end.
     """
     model = random_model()
     model.generation_config.eos_token_id = [40, 41]
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token = tokenizer.eos_token
     seen = []
+    searched = []
+    spy(monkeypatch, lopti, "until_end", lambda _, ids, *ends: searched.append(len(ids)))
 
     def look(module, inputs):
         seen.append(len(inputs[0]))
@@ -683,6 +747,7 @@ def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
     assert 0 < unfinished < 128
     assert seen[0] == 128
     assert seen[-1] == unfinished
+    assert max(searched) == lopti.STRETCH
     last = set()
     for (_, response), truncated in zip(plain_rows(rollout), rollout.truncated):
         ids = response.tolist()
@@ -690,6 +755,27 @@ def test_every_end_of_sequence_token_ends_a_response_and_belongs_to_it():
         if not truncated:
             last.add(ids[-1])
     assert last == {1, 40, 41}
+
+
+def test_which_ids_end_a_response():
+    """The model's generation config and the tokenizer's; the config's where neither says any."""
+    model = random_model()
+    tokenizer = copy.deepcopy(TOKENIZER)
+    end = tokenizer.eos_token_id
+    model.config.eos_token_id = 42
+    model.generation_config = GenerationConfig(eos_token_id=[40, 41])
+    assert lopti.end_token_ids(model, tokenizer) == [end, 40, 41]
+    model.generation_config = GenerationConfig()
+    assert lopti.end_token_ids(model, tokenizer) == [end]
+    # As HF makes one where there is no generation_config.json: Llama's default is 2.
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    assert model.generation_config.eos_token_id == 42
+    assert lopti.end_token_ids(model, tokenizer) == [end]
+    tokenizer.add_special_tokens({"extra_special_tokens": [tokenizer.convert_ids_to_tokens(42)]})
+    assert lopti.end_token_ids(model, tokenizer) == [end, 42]
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.eos_token = None
+    assert lopti.end_token_ids(model, tokenizer) == [42]
 
 
 def test_texts_keep_special_tokens_and_leave_out_the_end():
@@ -711,7 +797,7 @@ def test_texts_keep_special_tokens_and_leave_out_the_end():
     )
 
 
-# ------------------------------------------------------------------------------ the update
+# --------------------------------------------------------------------------------------- the update
 
 
 def updated(checkpointed=False, family="Llama"):
@@ -776,15 +862,14 @@ def test_no_padding_is_read_and_no_logits_are_computed_in_vain(kl_coef):
     assert sum(logits_made) == rollout.mask.sum() + (tokens * busy[:, None]).sum()
 
 
-@pytest.mark.parametrize("family", ["GPT2", "OPT"])  # which have dropout
-def test_gradient_checkpointing_changes_memory_and_nothing_else(family, monkeypatch, recwarn):
+def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch, recwarn):
     """The same bits by two forward passes of each layer, without dropout or a warning."""
     calls = []
     spy(monkeypatch, torch.nn.functional, "layer_norm", lambda *call: calls.append(1))
-    plain, statistics = updated(False, family)
+    plain, statistics = updated(False, "GPT2")  # which has dropout
     plain_calls = len(calls)
     calls.clear()
-    checkpointed, same_statistics = updated(True, family)
+    checkpointed, same_statistics = updated(True, "GPT2")
     assert len(calls) == plain_calls + 12  # 3 mini-batches × 2 layers × 2 layer norms
     assert torch.equal(weights(plain), weights(checkpointed))
     assert statistics == same_statistics
@@ -792,25 +877,22 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(family, monkeypa
     assert not recwarn.list
 
 
-def test_gradient_checkpointing_from_the_command_line():
+def test_gradient_checkpointing_from_the_command_line(monkeypatch):
     """kk.flags and math.flags run out of memory without it."""
-    kept = []
-
-    def keep(tensor):
-        kept.append(tensor.numel())
-        return tensor
-
-    sizes = []
-    for flags in ("", "--gradient-checkpointing"):
-        policy, *_ = lopti.prepare(settings_of(f"{flags} --model {SMALL} {ROWS} --people 2"))
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            policy(torch.arange(5, 200)[None], use_cache=False)
-        sizes.append(sum(kept))
-    assert sizes[1] < 0.6 * sizes[0]
+    checkpointed = []
+    spy(monkeypatch, lopti, "checkpoint_layers", lambda _, model: checkpointed.append(model))
+    flags = f"--gradient-checkpointing --model {SMALL} {ROWS}"
+    policy, *_ = lopti.prepare(settings_of(flags))
+    assert checkpointed == [policy]
 
 
-# ------------------------------------------------------------------ training against a plain loop
+def test_gradient_checkpointing_that_would_do_nothing_is_refused():
+    with pytest.raises(lopti.UserError, match="--gradient-checkpointing does nothing for CTRL"):
+        lopti.checkpoint_layers(random_model("CTRL", dff=64))
+
+
+# -------------------------------------------------------------------- training against a plain loop
+
 
 SOLUTIONS = {"Lily": "", "Zoey is a knight": "1", "Liam is a knave or": "22"}  # of three prompts
 CLIPS = ("low", "high", "dual")
@@ -1020,7 +1102,9 @@ OFF_DEFAULT = (
     "--clip-low 0.05 --clip-high 0.1 --clip-dual 1.3 --max-grad-norm 0.4 --sample-batch-size 8 "
     f"--save-every 0 --solved-reward 1 --reward {__name__}:vowels_modulo_3 "
 )
+
 STAPO = {"tau_p": 0.1, "quantile": 0.6}
+
 TRAINING = {  # flags: the tokens of each pass
     "--alpha 0.3 --eta 0.06 --kl-coef 0.5 --min-p 0.05 --passes 2": "low high low high",
     "--alpha 0.9 --eta 0.06 --order high-low --advantage reinforce++ --kl-coef 0": "high low",
@@ -1067,7 +1151,9 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     monkeypatch.setattr(lopti, "sample", sample_without_min_p)
     monkeypatch.setattr(lopti, "entropy", rounded_entropy)
     monkeypatch.setattr(lopti, "stapo_mask", functools.partial(lopti.stapo_mask, **STAPO))
-    policy = random_model(hidden_size=16, eos_token_id=ENDS, attention_dropout=0.5).double()
+    policy = random_model(
+        hidden_size=16, head_dim=8, eos_token_id=ENDS, attention_dropout=0.5
+    ).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
     start = weights(policy)
     plain = copy.deepcopy(policy)
@@ -1088,43 +1174,20 @@ def test_training_against_a_plain_loop(flags, monkeypatch, tmp_path):
     assert max(norms) > settings.max_grad_norm
 
 
-@pytest.mark.parametrize("order", ["low-high", "high-low", "low", "high"])
-def test_no_token_on_one_side_of_eta(order, tmp_path, monkeypatch):
-    """The empty pass takes no step. Every line has the same keys, also where rewards are equal."""
-    rewards = iter([[0.0, 1.0] * 6, [0.0] * 12])
+def test_rewards_are_counted_in_float64(tmp_path, monkeypatch):
+    """1e8 + 0 to 3: float32 has steps of 8 there. And .7 + .2 + .1 solves at 1."""
+    large = [1e8 + number % 4 for number in range(12)]
+    parts = [0.7 + 0.2 + 0.1, 0.9] * 6
+    rewards = iter([large, parts])
     monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: next(rewards))
     start = random_model()
     model = random_model()
-    flags = f"--eta 1e-9 --kl-coef 0 --order {order} "
-    _, (first, second) = trained(model, flags, tmp_path, monkeypatch)
-    for name in order.split("-"):
-        assert (first[f"grad_norm/{name}"] > 0) == (name == "high")
-    has_learned = order != "low"
-    assert torch.equal(weights(model), weights(start)) != has_learned
-    assert (first["optimizer_steps"] > 0) == has_learned
-    assert second["optimizer_steps"] == 0
-    assert first.keys() == second.keys()
-
-
-def test_large_rewards_that_differ_little_teach(tmp_path, monkeypatch):
-    """1e8 + 0 to 3: float32 has steps of 8 there, and no group would differ."""
-    rewards = [1e8 + number % 4 for number in range(12)]
-    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: rewards)
-    start = random_model()
-    model = random_model()
-    _, lines = trained(model, "--kl-coef 0", tmp_path, monkeypatch)
-    assert lines[0]["frac_reward_zero_std"] == 0
-    assert lines[0]["reward_std"] == pytest.approx(statistics.stdev(range(4)))
-    assert lines[0]["reward"] == 1e8 + 1.5
+    _, (first, second) = trained(model, "--kl-coef 0", tmp_path, monkeypatch)
+    assert first["frac_reward_zero_std"] == 0
+    assert first["reward_std"] == pytest.approx(statistics.stdev(range(4)))
+    assert first["reward"] == 1e8 + 1.5
     assert not torch.equal(weights(model), weights(start))
-
-
-def test_accuracy_in_training_counts_a_sum_of_parts(tmp_path, monkeypatch):
-    """.7 + .2 + .1 solves with --solved-reward 1."""
-    rewards = [0.7 + 0.2 + 0.1, 0.9] * 6
-    monkeypatch.setattr(lopti, "compute_rewards", lambda *inputs: rewards)
-    _, lines = trained(random_model(), "--steps 1", tmp_path, monkeypatch)
-    assert lines[0]["accuracy"] == 0.5
+    assert second["accuracy"] == 0.5
 
 
 def test_while_it_samples_there_are_no_gradients(tmp_path, monkeypatch):
@@ -1142,24 +1205,14 @@ def test_while_it_samples_there_are_no_gradients(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
-    """All forward passes are in it, weights and gradients are not; the KL begins at exactly 0.
-
-    The temperature divides logits that are float32 already.
-    """
+    """All forward passes are in it, weights and gradients are not; the KL begins at exactly 0."""
     policy = random_model("Qwen2", tie_word_embeddings=tied)
     before = weights(policy)
     computed = set()  # dtypes of the layers' outputs
     kept = set()  # dtypes of gradients, weights and log-probabilities
-    divided = []
 
     def look_at_layer(layer, inputs, output):
         computed.add(output.dtype)
-
-    def look_at_logits(head, inputs, output):
-        divided.append(output.float() / 0.7)
-
-    def look_at_token_logits(logits, *inputs):
-        assert torch.equal(logits, divided[-1])
 
     def look_at_gradients(*call):
         kept.update((gradient(policy).dtype, weights(policy).dtype))
@@ -1167,8 +1220,6 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     for module in policy.modules():
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(look_at_layer)
-    policy.lm_head.register_forward_hook(look_at_logits)
-    spy(monkeypatch, lopti, "token_logits", look_at_token_logits)
     spy(monkeypatch, torch.nn.utils, "clip_grad_norm_", look_at_gradients)
     spy(monkeypatch, lopti, "token_logprobs", lambda logprobs, *_: kept.add(logprobs.dtype))
     flags = "--dtype bfloat16 --kl-coef 0.1 --steps 1 --mini-batch-size 0 --stapo "
@@ -1181,6 +1232,16 @@ def test_training_in_bfloat16(tied, tmp_path, monkeypatch):
     assert not torch.equal(weights(policy), before)
 
 
+def test_the_temperature_divides_float32_logits():
+    """In bfloat16 the quotients would be rounded: another π than that of sampling."""
+    model = random_model()
+    rollout = random_rollout(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = lopti.token_logits(model, rollout.ids, rollout.mask, 1.0)
+        divided = lopti.token_logits(model, rollout.ids, rollout.mask, 0.7)
+    assert torch.equal(divided, plain / 0.7)
+
+
 def test_without_kl_there_is_no_reference_model():
     """It would take as much memory as the weights."""
     model = random_model()
@@ -1189,18 +1250,15 @@ def test_without_kl_there_is_no_reference_model():
     assert not any(parameter.requires_grad for parameter in reference.parameters())
 
 
-# ------------------------------------------------------------------------------ evaluation
+# --------------------------------------------------------------------------------------- evaluation
 
 
-@pytest.mark.parametrize("place", ["cpu", "cuda:1"])
-def test_evaluation_counts(place, monkeypatch):
+def test_evaluation_counts(monkeypatch):
     """'7' when greedy, and in every second sample of the first prompts; of the last, never."""
     rows = []
     for solution, level in zip("77877", ["10", "10", "10", "2", "2"]):
         rows.append({**data_row("?", solution), "difficulty": level})
     sampled = []
-    forked = []
-    seeds = []
 
     def fake_sample(model, tokenizer, prompts, group_size, temperature, settings):
         sampled.append((torch.initial_seed(), group_size, temperature))
@@ -1210,21 +1268,13 @@ def test_evaluation_counts(place, monkeypatch):
             texts.append("no" if is_wrong else r"\boxed{7}")
         return SimpleNamespace(texts=texts)
 
-    def fake_fork(devices=None, device_type=None):
-        if device_type:  # else that of a reward
-            forked.extend([devices, device_type])
-        return nullcontext()
-
-    # the seed of all devices, not of the CPU alone
-    spy(monkeypatch, torch, "manual_seed", lambda _, seed: seeds.append(seed))
     monkeypatch.setattr(lopti, "sample", fake_sample)
-    monkeypatch.setattr(torch.random, "fork_rng", fake_fork)
-    policy = SimpleNamespace(device=torch.device(place))
+    policy = SimpleNamespace(device=torch.device("cpu"))
+    of_training = torch.get_rng_state()
     settings = settings_of("--task math --seed 7 --temperature 0.7")
     table, answers = lopti.evaluate(policy, TOKENIZER, rows, settings)
     assert sampled == [(8, 1, 0), (8, 4, 1)]
-    assert seeds == [8]
-    assert forked == [[] if place == "cpu" else [policy.device], policy.device.type]
+    assert torch.equal(torch.get_rng_state(), of_training)
     assert answers[0][1:3] == [(r"\boxed{7}", 1.0), ("no", 0.0)]
     lines = lopti.table_text({"before": table, "after": table}, "level").splitlines()
     assert [" ".join(line.split()) for line in lines] == [
@@ -1297,93 +1347,50 @@ def test_eval_only_shows_three_answers_and_leaves_no_run(tmp_path, capsys):
 
 def test_eval_size_and_samples_of_zero(tmp_path, capsys, monkeypatch):
     """All prompts are evaluated, all at a time, and none is sampled."""
-    few = tmp_path / "few.jsonl"
-    write_jsonl(few, read_jsonl(ROOT / "data" / "kk_test.jsonl")[195:205])
-    bars = []
-    spy(monkeypatch, lopti, "tqdm", lambda bar, *_: bars.append(bar.total))
-    sizes = []
-    spy(monkeypatch, lopti, "sample", lambda rollout, *_: sizes.append(len(rollout.texts)))
-    flags = f"--eval-only --eval-data {few} --output {tmp_path} --max-new-tokens 2 "
+    few = read_jsonl(ROOT / "data" / "kk_test.jsonl")[195:205]
+    path = write_jsonl(tmp_path / "few.jsonl", few)
+    calls = []
+    spy(monkeypatch, lopti, "generate_in_stretches", lambda _, model, ids, *more: calls.append(ids))
+    flags = f"--eval-only --eval-data {path} --max-new-tokens 2 "
     assert main(flags + "--eval-size 0 --sample-batch-size 0 --eval-samples 0") == 0
-    assert sizes[-1] == 10
-    assert bars[-1] == 1
+    assert len(calls[-1]) == 10
     assert "avg@" not in capsys.readouterr().out
 
 
-# ------------------------------------------------------------------- settings and the command line
+# ------------------------------------------------------------------------------- settings and pages
 
-PAPER = {
-    "prompts_per_step": 64,
-    "group_size": 8,
-    "temperature": 0.7,
-    "max_new_tokens": 4096,
-    "learning_rate": 1e-6,
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-    "mini_batch_size": 256,
+
+OURS = {
+    "alpha": 0,
+    "eta": 0,
     "clip_low": 0.2,
     "clip_high": 0.24,
     "clip_dual": 10.0,
     "kl_coef": 0.001,
     "advantage": "grpo",
     "passes": 1,
-}
-KK = "K-and-K/knights-and-knaves"
-SIZES = "3ppl+4ppl+5ppl+6ppl+7ppl"
-KK_RUN = {
-    **PAPER,
-    "task": "kk",
-    "model": "Qwen/Qwen2.5-3B-Instruct",
-    "data": f"{KK}:train:{SIZES}",
-    "eval_data": f"{KK}:test:{SIZES}",
-    "people": (3, 4, 5, 6, 7),
-    "steps": 351,
-    "solved_reward": 3,
-    "dtype": "bfloat16",
-    "gradient_checkpointing": True,
-}
-MATH_RUN = {
-    **PAPER,
-    "task": "math",
-    "model": "Qwen/Qwen2.5-3B",
-    "data": "agentica-org/DeepScaleR-Preview-Dataset",
-    "eval_data": "HuggingFaceH4/MATH-500::test",
-    "steps": 781,
-    "solved_reward": 1,
-    "dtype": "bfloat16",
-    "gradient_checkpointing": True,
-}
-OURS = {
-    **PAPER,
-    "alpha": 0,
-    "eta": 0,
     "prompts_per_step": 16,
+    "group_size": 8,
     "temperature": 1.0,
     "max_new_tokens": 256,
     "mini_batch_size": 64,
     "learning_rate": 1e-4,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
     "steps": 24,
     "save_every": 10,
     "eval_samples": 4,
-    "solved_reward": 3,
     "dtype": "float32",
 }
 
 
-@pytest.mark.parametrize(
-    "flags, expected",
-    [
-        ("", OURS),
-        ("--task math", {**OURS, "solved_reward": 1}),
-        (f"@{ROOT}/data/kk.flags", KK_RUN),
-        (f"@{ROOT}/data/math.flags", MATH_RUN),
-    ],
-)
-def test_the_paper_s_and_our_settings(flags, expected):
-    """Another value is another method, a run out of memory, or one without checkpoints."""
-    settings = vars(settings_of(flags))
+@pytest.mark.parametrize("task, solved_reward", [("kk", 3), ("math", 1)])
+def test_settings_without_flags(task, solved_reward):
+    """Another value is another method, or a run without checkpoints. The paper's settings, which
+    are in the two files of flags, are tested in data/ports."""
+    settings = vars(settings_of(f"--task {task}"))
+    expected = {**OURS, "solved_reward": solved_reward}
     assert {name: settings[name] for name in expected} == expected
-    assert settings_of(f"{flags} --steps 9").steps == 9  # a later flag wins
 
 
 def test_a_flag_is_a_setting_and_its_limits_hold_for_both():
@@ -1416,16 +1423,39 @@ def test_help_names_every_flag_and_the_pages_no_other():
     text = lopti.build_parser().format_help()
     flags = {lopti.flag(each.name) for each in fields(lopti.Settings)} | {"--help"}
     assert flags == set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
-    for command in re.findall(r"python lopti\.py[^\n`]*", readme + guide):
+    for command in re.findall(r"python lopti\.py[^\n`]*", README + GUIDE):
         assert set(re.findall(r"--[a-z][a-z-]*", command)) <= flags, command
-    (box,) = [block for block in readme.split("```") if "training_step()" in block]
+    (box,) = [block for block in README.split("```") if "training_step()" in block]
     for name in re.findall(r"\b([a-z_]+)\(\)", box):
         assert hasattr(lopti, name), name
 
 
-# ------------------------------------------------------------------------------ runs and resume
+def test_the_guide_s_loop_runs_and_its_table_has_every_metric(tmp_path, monkeypatch):
+    """A loop of one's own, as it stands there, for one step."""
+    blocks = re.findall("```python\n(.*?)```", GUIDE, re.DOTALL)
+    (loop,) = [block for block in blocks if "step_metrics" in block]
+    for long, short in (("steps=3", "steps=1"), ("step=8", "step=2"), ("rows[:20]", "rows[:1]")):
+        assert long in loop
+        loop = loop.replace(long, short)
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    made = {}
+    exec(loop, made)  # noqa: S102, it is our own page
+    assert (tmp_path / "trained" / "model.safetensors").exists()
+    part = GUIDE.split("### What the metrics mean")[1].split("**Why")[0]
+    first_column = [row.split("|")[1] for row in part.splitlines() if row.startswith("|")]
+    in_the_table = set(re.findall("`([a-z_/]+)`", " ".join(first_column)))
+    assert in_the_table == {"seconds", "grad_norm/all", *made["metrics"]}
+
+
+@pytest.mark.parametrize("module", ["lopti", "rewards"])
+def test_examples_in_docstrings(module):
+    result = doctest.testmod(sys.modules[module])
+    assert result.attempted
+    assert not result.failed
+
+
+# ---------------------------------------------------------------------------------- runs and resume
 
 
 TEMPORARY = tempfile.TemporaryDirectory()
@@ -1498,12 +1528,7 @@ def test_what_a_run_leaves_behind(finished_run):
 
 def test_a_library_call_is_the_same_run(finished_run, tmp_path, capsys):
     """lopti.train(lopti.Settings(...)) trains, and returns the folder."""
-    settings = settings_of(FLAGS)
-    changed = {}
-    for name, value in asdict(settings).items():
-        if value != getattr(lopti.Settings(), name):
-            changed[name] = value
-    folder = lopti.train(lopti.Settings(**{**changed, "name": "called", "output": str(tmp_path)}))
+    folder = lopti.train(settings_of(FLAGS, name="called", output=str(tmp_path)))
     assert folder == tmp_path / "called"
     assert_same_run(folder, finished_run)
 
@@ -1643,23 +1668,9 @@ def test_a_run_of_another_version_is_told(run_copy, capsys):
     assert "start a new run" in told
 
 
-class Code:
-    """What runs when it is read: it makes a folder."""
-
-    def __init__(self, folder):
-        self.folder = str(folder)
-
-    def __reduce__(self):
-        return os.mkdir, (self.folder,)
-
-
-def test_a_damaged_checkpoint_is_named(run_copy, tmp_path, capsys):
-    """A lost tensor; a pickle that would run code, which it does not."""
+def test_a_damaged_checkpoint_is_named(run_copy, capsys):
     path = run_copy / "checkpoint.pt"
     state = torch.load(path, weights_only=True)
-    torch.save({**state, "step": Code(tmp_path / "made")}, path)
-    assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
-    assert not (tmp_path / "made").exists()
     del state["policy"]["model.norm.weight"]
     torch.save(state, path)
     assert "checkpoint.pt is damaged" in refused(capsys, f"--resume {run_copy}")
@@ -1704,18 +1715,14 @@ def test_a_linked_final_is_replaced_and_its_target_kept(run_copy, tmp_path, caps
     assert (run_copy / "final" / "model.safetensors").read_bytes() != before
 
 
-@pytest.mark.parametrize("kind", ["cpu", "xpu", "cuda"])
-def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, monkeypatch):
+def test_a_checkpoint_goes_from_one_kind_of_device_to_another(tmp_path, monkeypatch):
     """The random state of a pretended xpu is restored on an xpu only."""
     model = random_model()
     optimizer = lopti.make_optimizer(model, settings_of())
     restored = []
-
-    def set_rng_state(state, device):
-        restored.append(device)
-
     module = SimpleNamespace(
-        get_rng_state=lambda device: torch.ones(3), set_rng_state=set_rng_state
+        get_rng_state=lambda device: torch.ones(3),
+        set_rng_state=lambda state, device: restored.append(device.type),
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     policy = SimpleNamespace(
@@ -1723,17 +1730,14 @@ def test_a_checkpoint_goes_from_one_kind_of_device_to_another(kind, tmp_path, mo
         state_dict=model.state_dict,
         load_state_dict=model.load_state_dict,
     )
-    log = {"metrics": [{"step": 1}]}
-    expected = torch.get_rng_state()
-    lopti.save_checkpoint(tmp_path, 4, log, policy, optimizer)
-    torch.rand(1)
-    policy.device = torch.device(kind)
-    assert lopti.load_checkpoint(tmp_path, policy, optimizer) == (4, log)
-    assert torch.equal(torch.get_rng_state(), expected)
-    assert len(restored) == (kind == "xpu")
+    lopti.save_checkpoint(tmp_path, 4, {"metrics": []}, policy, optimizer)
+    for kind in ("cpu", "xpu"):
+        policy.device = torch.device(kind)
+        lopti.load_checkpoint(tmp_path, policy, optimizer)
+    assert restored == ["xpu"]
 
 
-# ------------------------------------------------------------------------------ what a run tells
+# --------------------------------------------------------------------------------- what a run tells
 
 
 def always_zero(completions, **columns):
@@ -1810,7 +1814,89 @@ def test_a_home_folder_and_a_working_folder(tmp_path, monkeypatch, capsys):
     assert not list((tmp_path / "other").iterdir())
 
 
-# ------------------------------------------------------------------------------ models
+# ------------------------------------------------------------------ models: refused before training
+
+
+TUNED = {"attn_temperature_tuning": True, "floor_scale": 100, "no_rope_layers": [0, 0]}
+TUNED |= {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64}
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8}
+LONG_ROPE |= {"long_factor": [4.0] * 8, "factor": 4.0, "original_max_position_embeddings": 100}
+DECODER = {"decoder_layers": 2, "decoder_attention_heads": 2, "decoder_ffn_dim": 64}
+
+
+WRONG = {  # what is drawn is not what is scored
+    "temperature by position": {"family": "Llama4Text", **TUNED},
+    "tokens kept in a window": {"family": "Doge", "keep_window_size": 100},
+    "rope by the longest row": {"family": "Llama", "rope_parameters": LONG_ROPE},
+    "positions counted in the cache": {"family": "Bart", **DECODER, "is_decoder": True},
+    "positions counted in the padded row": {"family": "Roberta", "is_decoder": True},
+    "an encoder": {"family": "Bert"},
+    "a state": {"family": "Rwkv", "attention_hidden_size": 32},
+}
+
+REFUSED = r"it cannot be trained .*π is not what was sampled: .* differ by [\dn]"
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_is_not_scored_as_sampled_is_refused(name):
+    with pytest.raises(lopti.UserError, match=REFUSED):
+        check(random_model(**WRONG[name]))
+
+
+def test_a_mixture_of_experts_is_accepted_in_bfloat16():
+    """Rounding sends some tokens to other experts, and their logits differ by .2."""
+    sizes = {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
+    check(random_model("FlexOlmo", **sizes), "--dtype bfloat16")
+
+
+def test_positions_end_before_the_longest_row():
+    """With one sentence where the config says so, and with another where only trying shows it."""
+    with pytest.raises(lopti.UserError, match=r"may pass 100 positions: lower --max-new-tokens"):
+        check(random_model("Llama", max_position_embeddings=100))
+    with pytest.raises(lopti.UserError, match="it cannot be trained"):
+        check(random_model("Mpt", max_seq_len=100))
+    with pytest.raises(lopti.UserError, match="the model has 20 embeddings, none for token"):
+        check(random_model("Llama", vocab_size=20))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_share_an_offset_hide_nothing(dtype):
+    """Log-probabilities are compared: next to −100 a difference of 3 looks like rounding."""
+    model = random_model("Roberta", is_decoder=True)
+    model.lm_head.bias.data.fill_(-100)
+    with pytest.raises(lopti.UserError, match=REFUSED):
+        check(model, f"--dtype {dtype}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_pi_has_to_be_a_number(dtype):
+    """In float32, and in --dtype too."""
+    model = random_model("Llama")
+
+    def spoil(module, inputs, output):
+        return output * math.nan if output.dtype == getattr(torch, dtype) else output
+
+    model.lm_head.register_forward_hook(spoil)
+    if dtype == "bfloat16":
+        check(model)
+    with pytest.raises(lopti.UserError, match="differ by nan|is not a number in bfloat16"):
+        check(model, f"--dtype {dtype}")
+
+
+def test_the_probe_cuts_the_cache(monkeypatch):
+    """A cache that keeps other rows than those that go on is seen."""
+    original = DynamicCache.reorder_cache
+
+    def keep_the_first(cache, rows):
+        original(cache, torch.arange(len(rows)))
+
+    monkeypatch.setattr(DynamicCache, "reorder_cache", keep_the_first)
+    with pytest.raises(lopti.UserError, match=REFUSED):
+        check(random_model("Llama"))
+    check(random_model("Llama"), "--max-new-tokens 32")  # where no second stretch is needed
+
+
+# ------------------------------------------------------------------------------------ models: files
 
 
 def test_a_bfloat16_checkpoint_without_a_padding_token_or_an_end_of_its_own(tmp_path):
@@ -1837,20 +1923,6 @@ def test_a_padding_token_without_an_embedding(tmp_path):
     assert lopti.load_model(tmp_path, "cpu")[1].pad_token == TOKENIZER.eos_token
 
 
-def test_weights_that_cannot_be_trained_are_refused(monkeypatch):
-    """Quantized or frozen ones: they would stay as they are, without a word."""
-    original = AutoModelForCausalLM.from_pretrained
-
-    def frozen(*inputs, **options):
-        model, report = original(*inputs, **options)
-        model.lm_head.weight.requires_grad_(False)
-        return model, report
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
-    with pytest.raises(lopti.UserError, match="quantized or frozen"):
-        lopti.load_model(TINY, "cpu")
-
-
 def test_a_model_that_could_not_be_saved_is_told_before_training(tmp_path, capsys, monkeypatch):
     """Hours later nobody wants to hear it. No folder is left."""
     monkeypatch.setattr(transformers.LlamaConfig, "save_pretrained", exits)
@@ -1859,7 +1931,7 @@ def test_a_model_that_could_not_be_saved_is_told_before_training(tmp_path, capsy
     assert not list(tmp_path.iterdir())
 
 
-# ------------------------------------------------------------------ errors that a user will make
+# --------------------------------------------------------------------- errors that a user will make
 
 
 def refused(capsys, flags):
@@ -1879,32 +1951,32 @@ def exits(*inputs, **options):
     sys.exit(0)
 
 
-def out_of_memory(*inputs):
-    raise torch.OutOfMemoryError("CUDA out of memory")
+def raises(error):
+    """A function that does nothing else."""
+
+    def function(*inputs, **options):
+        raise error
+
+    return function
 
 
-def out_of_memory_in_python(*inputs):
-    raise MemoryError
-
-
-def out_of_memory_on_a_cpu(*inputs):
-    raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to")
-
-
-@pytest.mark.parametrize("fails", [out_of_memory, out_of_memory_in_python, out_of_memory_on_a_cpu])
-def test_out_of_memory_is_one_sentence(fails, run_copy, capsys, monkeypatch):
-    monkeypatch.setattr(lopti, "score", fails)
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to"),
+    ],
+)
+def test_out_of_memory_is_one_sentence(error, run_copy, capsys, monkeypatch):
+    monkeypatch.setattr(lopti, "score", raises(error))
     told = refused(capsys, f"--resume {run_copy} --steps 5")
     assert "out of memory: lower --tokens-per-microbatch" in told
 
 
 def test_a_mistake_in_the_program_has_its_traceback(monkeypatch, run_copy):
     """One sentence would hide it."""
-
-    def mistake(*inputs):
-        raise RuntimeError("shapes differ")
-
-    monkeypatch.setattr(lopti, "score", mistake)
+    monkeypatch.setattr(lopti, "score", raises(RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes differ"):
         main(f"--resume {run_copy} --steps 5")
 
@@ -1934,16 +2006,10 @@ def places(tmp_path_factory, finished_run):
 
 ERRORS = {  # the flags: what the sentence must name
     "--alpha 1.5": "--alpha",
-    "--alpha nan": "--alpha",
     "--alpha half": "--alpha",
     "--steps 2.5": "--steps",
     "--beta 1": "--beta",
     "--order sideways --eta 0.5": "--order",
-    "--order low --eta 0": "--eta",
-    "--group-size 1": "--group-size",
-    "--learning-rate inf": "--learning-rate",
-    f"--mini-batch-size {10**20}": "--mini-batch-size",
-    "--solved-reward nan": "--solved-reward",
     "--people 9": "--people",
     "--device hpu": "--device",
     "--model no/such-model-anywhere": "no/such-model-anywhere",
@@ -1982,7 +2048,785 @@ def test_errors_end_in_one_sentence_that_names_what_to_change(
     assert before == {path: path.read_bytes() for path in before}
 
 
-def test_examples_in_docstrings():
-    result = doctest.testmod(lopti)
-    assert result.attempted
-    assert not result.failed
+# --------------------------------------------------------------------------------- rewards: puzzles
+
+
+TRUTH = "(1) Jack is a knight\n(2) Jackson is a knave"
+ANN = "(1) Mary Ann is a knight\n(2) Jo Ann is a knave, and Ann is a knave"
+
+
+def kk(answer, before="Suppose so. </think>", truth=TRUTH, **columns):
+    return kk_reward([f"{before}<answer>{answer}</answer>"], [truth], **columns)[0]
+
+
+@pytest.mark.parametrize(
+    "truth, answer, reward",
+    [
+        (TRUTH, TRUTH, 3.0),
+        (TRUTH, "JACKSON IS A KNAVE.\nJack is\ta  knight", 3.0),
+        (TRUTH, "Jack is a knight\nJackson is a knight", -0.5),
+        (TRUTH, "Jack is a knight", -1.0),  # a name is missing
+        (TRUTH, "Jack is a knight\nJack is a knave", -1.0),
+        (TRUTH, "Jackson is a knight\nJackson is a knave", -1.0),  # Jack is not inside Jackson
+        (TRUTH, TRUTH + "\nso one knight", -1.0),  # one role word too many
+        (TRUTH, "both are knights: " + TRUTH, -1.0),
+        (ANN, ANN, 3.0),
+        (ANN, ANN.replace("Jo Ann is a knave", "Jo Ann is a knight"), -0.5),
+        (ANN, ANN.replace("Ann is a knave, and ", "Ann is a knave, Jo Ann is a knight, "), -1.0),
+    ],
+)
+def test_what_an_answer_to_a_puzzle_earns(truth, answer, reward):
+    assert kk(answer, truth=truth) == reward
+
+
+@pytest.mark.parametrize(
+    "solution, names",
+    [
+        ("(1) Åsa Öl is a knight\n(2) 小明 is a knave", ["åsa öl", "小明"]),
+        ("1. Mary Ann is a knight\n2. Ann is a knave", ["mary ann", "ann"]),
+        ("Zoë is a knight, and 小明 is a knave.", ["zoë", "小明"]),
+        ("Therefore Zoey is a knight, while Oliver is a knave", []),  # no names, but prose
+        ("(1) Zoey is a knight\n(2) Oliver is no knight", []),
+        ("(1) Ann is a knight\n(2) Ann is a knave", []),
+        ("a" * 50 + " is a knight", ["a" * 50]),
+        ("a" * 51 + " is a knight", []),  # without a limit time is quadratic
+    ],
+)
+def test_the_names_of_a_solution(solution, names):
+    """Without names the row is left out, and on TRL's route it is an error."""
+    assert list(read_roles(solution) or ()) == names
+    if names:
+        assert kk(solution, truth=solution) == 3.0
+    else:
+        with pytest.raises(ValueError, match="`solution` does not give each name one"):
+            kk_reward(["a", "b"], [TRUTH, solution])
+
+
+ANSWER = f"<answer>{TRUTH}</answer>"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        ANSWER,  # the thought is not closed
+        f"</think>{ANSWER}"[:-2],  # the answer is not
+        f"{ANSWER}</think>",  # in wrong order
+        f"</think>{ANSWER}{ANSWER}",
+        f"<answer> </answer></think>{ANSWER}",  # with copied tags
+        None,
+        [],
+        [{"content": None}],
+    ],
+)
+def test_a_response_without_the_form_of_a_puzzle(response):
+    assert kk_reward([response], [TRUTH]) == [-3.0]
+
+
+@pytest.mark.parametrize(
+    "prompt, has_opened",
+    [
+        ("Who?", False),
+        ("Write <think> first. Who?", False),  # names the tag, but does not open it
+        ("Who?\nassistant: <think> \n", True),
+    ],
+)
+def test_whether_the_prompt_has_opened_the_thought(prompt, has_opened):
+    for form in (prompt, user(prompt)):
+        assert kk(TRUTH, prompts=[form]) == (3.0 if has_opened else -3.0)
+        assert kk(TRUTH, "<think>So </think>", prompts=[form]) == (-3.0 if has_opened else 3.0)
+
+
+# ----------------------------------------------------------------------------- rewards: mathematics
+
+
+def paid(solution, answer):
+    return math_reward([f"\\boxed{{{answer}}}"], [solution]) == [1.0]
+
+
+PAID = {
+    "a number is compared by value, not by spelling": r"""
+        11 | 11.0 | 011 | +11 | (11) | 11. | $11$ | \text{11} | \{11\} | {11} | 1.1E1
+        \frac{3}{4} | 3/4 | .75 | \dfrac 3 4 | \tfrac34 | \left(\frac{3}{4}\right) | \\frac{3}{4}
+        -\frac73 | \frac{-7}{3} | -7/3 | -2\frac{1}{3} | -2 1/3 | −2\frac13
+        \frac13 | 0.\overline{3} | 0.\overline3  ;;  \frac16 | .1\overline{6}
+        1200 | 1,200 | 1{,}200 | 1,\! 200 | 1\,200 | \(1,200\) | \$1,200 | 1.2e3""",
+    "one of the two may lack the unit; percent, degree, dollar are units": r"""
+        158000 | 158000\% | \$158000 | 158000^\circ | 158000\text{ cm} | 158000cm | €158000
+        16\pi\text{ cm}^2 | 16\pi | 16 \pi cm² | 16π \text{ square centimeters}
+        28\% | 28 | 28 percent  ;;  90^\circ | 90 | 90^{\circ} | 90° | 90 degrees
+        5\text{ m} | 5 | 5 meters  ;;  9\text{ m/s}^2 | 9
+        60\text{ miles per hour} | 60 miles/hour | 60
+        \frac12\text{ hour} | 0.5 hours  ;;  9\text{ values} | 9  ;;  \$5 | 5 dollars""",
+    "one of the two may lack the label": r"""
+        x = 5 | 5 | x=5.0  ;;  5 | x = 5 | \theta = 5 | f(x)=5 | a_{n+1} = 5 | x = 5\text{ cm}
+        (x, y) = (1, 0.5) | (1, \frac12)  ;;  x \in [0, \infty) | [0, ∞)  ;;  1, 2 | x=2, x=1""",
+    "a list or a set has no order; a pair has one, and its elements are compared": r"""
+        \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\}
+        (1, \frac12) | \left( 1,\, 0.5 \right)  ;;  (1,2), (3,4) | (3,4), (1,2)
+        x = 1, y = 2 | y = 2, x = 1  ;;  [0, 0.5) | [0, \frac{1}{2})""",
+    "one number in two spellings": r"""
+        $\frac12$ or $0.5$ | 0.5 | \frac12  ;;  So $\boxed{9}$. | 9 | 9.0""",
+    "everything else is the same text; spaces and spellings of signs are none of it": r"""
+        \text{two lines} | two lines  ;;  \text{(B)} | B | (B) | \textbf{(B)}  ;;  Yes | \text{Yes}
+        2\sqrt{3} | 2\sqrt3 | 2√3 | 2 \sqrt 3  ;;  x^2 + 2x | x^{2}+2 x  ;;  2\alpha | 2α
+        x \neq 3 | x ≠ 3 | x\ne3  ;;  x > 3 | x \gt 3  ;;  \emptyset | \varnothing | ∅
+        1.83\times10^{14} | 1.83 × 10^14  ;;  \binom52 | \dbinom{5}{2}  ;;  1204_9 | 1204_{9}
+        (-\infty,1)\cup(2,+\infty) | (-∞, 1) ∪ (2, ∞)  ;;  x^2 | x\u200b^2""",
+}
+
+UNPAID = {
+    "what is still to be worked out: the question itself would be an answer": r"""
+        11 | 5+6 | 11+0 | 22/2 | \frac{22}{2} | \frac{11}{1} | \sqrt{121} | 11^1 | -(-11) | --11
+        11 | x = 5 + 6 = 11 | 5+6=11  ;;  100 | 10^2 | 10^{2}  ;;  \frac34 | 6/8 | \frac{1.5}{2}
+        x^2+2x+1 | (x+1)^2+0  ;;  3+4i | (2+i)^2 + 0  ;;  (x-1)(x+1) | \frac{x^2-1}{1} | x^2-1
+        \frac73 | 2 2/6 | 1 4/3  ;;  9 | 9^{9^9} | 9^9^9""",
+    "near, or another number": r"""
+        \frac13 | 0.333 | .33333333333333333333  ;;  5 | -5 | 5 6 | 5{}6 | 5e1  ;;  -5 | 5
+        0 | 1e-99 | \frac{1}{10^{99}}  ;;  1 | 1/0 | 0/0 | 1e999999 | 1-e^{-25}  ;;  \pi | 3.14
+        1,200 | 1,2 | 1, 200 | (1,200)  ;;  (1,200) | 1200  ;;  12000 | 1,2000
+        1234567 | 1234,567  ;;  0.12 | 0.1,200
+        \frac73 | -2\frac13 | 2\frac{-1}{3}  ;;  \frac13 | -0.\overline{3}
+        540 | 5\$40 | 5€40 | 5$40 | 5{}\$40  ;;  56 | 5\text{}6 | 5\!6 | 5\left.6 | 5 6 | 5+6
+        5 | ５ | ٥ | 5\u202e | \u202e5 | 5\0 | \text{five} | 5 hundred | 5 million | 5 dozen""",
+    "percent of a share is another share": r"""
+        0.5 | 0.5\% | 50\% | 0.5\%\% | \frac12\%  ;;  \frac12 | \frac{1}{2}\%
+        1 | 1\% | 100\%""",
+    "another unit, or words that are no known unit": r"""
+        5\text{ cm} | 5 km | 5 pounds | 5\text{ cm}^2  ;;  \$5 | 5 cents | €5  ;;  25 | 5 cm^2
+        5 | 5\text{ is wrong} | 5\text{ or six} | 5 squared | 5 square | 5m | 5 xy | 5:00
+        60\text{ miles per hour} | 60 hours per mile  ;;  \sin 30^\circ | \sin 30
+        5\text{ cm}, 3\text{ kg} | 5 kg, 3 cm  ;;  3 hours 2 minutes | 2 hours 3 minutes""",
+    "another label, or a left side that is none": r"""
+        y = 5 | x = 5  ;;  5 | x < 5 | x \ne 5 | 2x = 5 | xy = 5 | -x = 5 | x^2 = 5 | 6 = 5 | x=7=5
+        xy = 4 | 4  ;;  n = 3k | 3  ;;  x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)""",
+    "several answers for one, another order, other brackets": r"""
+        5 | 5 or 6 | 5\text{ or }6 | 5, 6 | 5, 5 | \pm 5 | \{5, 6\}  ;;  A | A or B | A, B | (A)(B)
+        (1, 2) | \{1, 2\} | 1, 2 | (2, 1) | [1, 2] | (1, 2] | (1, 2, 2)  ;;  1, 2 | (1, 2) | 1
+        1, 1, 2 | 1, 2, 2 | 1, 2  ;;  (1,2),(3,4) | (2,1),(3,4) | (1,2,3,4)
+        x<1 \text{ or } x>2 | x<1 \text{ and } x>2  ;;  x<1, x>2 | x<1 and x>2 | x<1 or x>2
+        \frac12 | 1/2 or 0.6  ;;  5 | [5]  ;;  \{1,2\}\setminus\{3,4\} | \{4,2\}\setminus\{3,1\}""",
+    "another text": r"""
+        abc | ABC | Abc | a b c  ;;  \sin^2 3x | \sin^{23} x  ;;  x > 3 | x \ge 3 | x < 3
+        2^{\frac12} | 2^1/2  ;;  \sqrt{\frac12} | \sqrt1/2  ;;  \frac{x^2}{3} | x^{7/3} | x^2\frac23
+        \frac{1}{23} | \frac{1}{2}3 | \frac123  ;;  2-\frac13 | 2\frac{-1}{3}
+        -\frac{3+x}{2} | \frac{-3+x}{2}  ;;  8:30 AM | 8:30 PM
+        \log_2\frac58 | \frac{\log_2 5}{8}  ;;  \emptyset | \{\} | 0 |  | \,  ;;  \{\} | ()""",
+    "the price of comparing as text: right, and unpaid": r"""
+        2\sqrt{3} | \sqrt{12}  ;;  9a+11 | 11+9a  ;;  x > 3 | 3 < x  ;;  \pm 2 | 2, -2
+        \cot x | \cot(x)  ;;  mn | m \cdot n  ;;  1200 | 1.2\times 10^3  ;;  6/8 | 3/4""",
+}
+
+MARKS = {r"\u200b": "\u200b", r"\u202e": "\u202e", r"\0": "\0"}
+
+
+def pairs(table):
+    """(solution, answer) of each answer of a table, and of each solution as its own answer."""
+    for mark, sign in MARKS.items():
+        table = table.replace(mark, sign)
+    for row in table.replace(";;", "\n").strip().splitlines():
+        solution, *answers = row.strip().split(" | ")
+        yield solution, solution, True
+        for answer in answers:
+            yield solution, answer, False
+
+
+@pytest.mark.parametrize("why", PAID)
+def test_a_right_answer_is_paid(why):
+    unpaid = [(truth, answer) for truth, answer, _ in pairs(PAID[why]) if not paid(truth, answer)]
+    assert unpaid == []
+
+
+@pytest.mark.parametrize("why", UNPAID)
+def test_a_wrong_or_unfinished_answer_is_not_paid(why):
+    """But each solution is paid for itself."""
+    rows = pairs(UNPAID[why])
+    assert [(truth, answer) for truth, answer, same in rows if paid(truth, answer) != same] == []
+
+
+def test_copying_the_problem_is_not_answering_it():
+    lines = (ROOT / "data" / "math_train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    answers = [row["answer"] for row in rows]
+    copies = [row["problem"].removeprefix("What is ").removesuffix("?") for row in rows]
+    for form in ("%s", "x = (%s)", r"\frac{%s}{1}\text{ cm}", "%s+0", "%s = %s"):
+        boxes = ["\\boxed{" + form.replace("%s", copy) + "}" for copy in copies]
+        assert math_reward(boxes, answers) == [0.0] * len(rows), form
+
+
+BOXES = {
+    r"\boxed{1} or \fbox{2}": "2",
+    r"\boxed{\frac{1}{2}} }": r"\frac{1}{2}",
+    r"\boxed{\left\{ 1 \right.}": r"\left\{ 1 \right.",
+    r"\boxed{5} no: $\boxed\frac12$": r"\frac12",
+    r"$\boxed 5$ eggs": "5",
+    r"\boxed{3}, in \boxed as told": "3",
+    r"\boxed{1} no: \boxed{2": None,
+    r"\boxed{1}</think> no.": None,
+}
+
+
+def test_the_last_box_is_read():
+    for text, content in BOXES.items():
+        assert extract_boxed(text) == content, text
+    texts = [r"\boxed{42}", r"\boxed{42} or \boxed{}", "42", r"\boxed{%s}" % ("4" * 10_000)]
+    texts += [[{"content": r"\boxed{7}"}, {"content": r"\boxed{42}"}]]  # a chat: its last message
+    assert math_reward(texts, [42] * 5, level=[1] * 5) == [1.0, 0.0, 0.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="argument 2 is shorter than argument 1"):
+        math_reward(["", ""], ["1"])
+
+
+@pytest.mark.parametrize("solution", [None, float("nan"), "", " ", [], ["2"], {}, r"\boxed{}"])
+def test_a_row_without_a_solution_is_an_error(solution):
+    """Otherwise the answer "none" would be right."""
+    with pytest.raises(ValueError, match="`solution` does not give an answer"):
+        math_reward([r"\boxed{none}"], [solution])
+
+
+def test_what_is_compared_as_text_is_known():
+    read = ["2", "x = 5", r"\frac12\text{ hours}", "(1, 2.5)", "two lines", r"[1, \infty)", "-i"]
+    texts = [r"2\sqrt{3}", "x^2+1", "8:30 AM", r"\forall x", "9/", "(1, 2x)", "6/8", "9" * 999]
+    assert [text for text in read if is_compared_as_text(text)] == []
+    assert [text for text in texts if not is_compared_as_text(text)] == []
+    assert not is_compared_as_text(r"So $\boxed{9}$.")
+
+
+PIECES = r"""√ \sqrt ( [( { - | \frac \frac1 \sqrt[ 2^{ \text{ \text{m 2^ 9! 1/ x= (x,y)= 1< 1, \pm
+x_ % 1_ € \$ & \\ ) ] } \} \{ . , ; : + * _ ^ 0 7 12 1,000 .5 1/0 x tea or and i π ² ٥ 𝟓 $ 5cm
+\infty 9^{9^{9}} 9^{999} 1e99 0.\overline{ \overline{3} 99999999999999999999 \boxed \sin^2 = {,}"""
+
+
+def test_no_text_raises():
+    """Whatever a model writes. What would take long, such as a power, is not even worked out."""
+    generator = random.Random(0)
+    pieces = [*PIECES.split(), "1 1/2 ", "\u200f", "\ud800", "\x00", "5 feet per ", " ", " or "]
+    texts = [piece * (size // len(piece)) for piece in pieces for size in (150, 290, 990)]
+    texts += ["(" * 149 + "5" + ")" * 149, "{" * 149 + "1,2" + "}" * 147]
+    for count in [3, 9, 40] * 300:
+        texts.append("".join(generator.choices(pieces, k=count)))
+    for text in texts:
+        boxed = rf"\boxed{{{text}}}"
+        assert math_reward([boxed, text], ["17", "3x+(1,2)"]) == [0.0, 0.0], text
+        assert answers_match(text, text + "x") in (True, False)  # either verdict
+    assert not answers_match("", r"\,")  # if a row has no more to compare
+    for solution in ("9", r"9^{9^{9}}"):
+        assert math_reward([r"\boxed{9^{9^{9^{9}}}}"], [solution]) == [0.0]
+
+
+# ------------------------------------------------------------------------------- rows of data files
+
+
+LILY = "(1) Lily is a knave"
+KK_TRUTH = {"solution_text_format": LILY}
+CHAT = "<|user|>Who is a knave?<|assistant|><think>"  # the template is applied already
+GOOD = {"problem": "2?", "answer": "2"}
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def verl(prompt, truth):
+    return {"prompt": prompt, "reward_model": {"ground_truth": truth}}
+
+
+def loaded_data(flags="", **files):
+    """(training rows, evaluation rows) of `load_data`."""
+    return load_data(settings_of(flags, **files), TOKENIZER)
+
+
+def loaded(path, flags="--task math"):
+    return load_rows(str(path), settings_of(flags), TOKENIZER)
+
+
+def loaded_rows(tmp_path, rows, flags="--task math"):
+    """What becomes of some rows in a jsonl file."""
+    return loaded(write_jsonl(tmp_path / "a.jsonl", rows), flags)
+
+
+ROWS_OF_FORMS = {  # form: (task, a row, its question or its prompt, its solution)
+    "K&K": ("kk", {"quiz": "Who?", **KK_TRUTH}, "Who?", LILY),
+    "TRL": ("kk", {"prompt": user("Who?"), "solution": LILY}, "<|user|>Who?<|assistant|>", LILY),
+    "both": ("kk", {"quiz": "Who?", **KK_TRUTH, "prompt": "Who?"}, "Who?", LILY),
+    "TRL, text": ("math", {"prompt": "1 + 1 =", "solution": "2", "problem": "No."}, "1 + 1 =", "2"),
+    "verl": ("math", {**verl(user("1?"), "1"), "question": "1?"}, "<|user|>1?<|assistant|>", "1"),
+    "verl, rendered": ("kk", verl(user(CHAT), KK_TRUTH), CHAT, LILY),
+    "GSM8K": ("math", {"question": "How many?", "answer": "2.\n#### 1,002"}, "How many?", "1,002"),
+    "DeepScaleR": ("math", {"problem": "Add.", "answer": "2", "solution": "Clear."}, "Add.", "2"),
+    "MATH": ("math", {"problem": "Halve.", "solution": r"$\boxed{\frac12}$"}, "Halve.", r"\frac12"),
+}
+
+
+@pytest.mark.parametrize("form", ROWS_OF_FORMS)
+def test_every_form_of_row_in_every_format(tmp_path, form):
+    """From a file to a prompt, and to a solution that the reward reads."""
+    task, row, prompt, solution = ROWS_OF_FORMS[form]
+    data = datasets.Dataset.from_list([row])
+    data.to_json(tmp_path / "rows.jsonl")
+    data.to_parquet(tmp_path / "rows.parquet")
+    if all(isinstance(value, str) for value in row.values()):
+        data.to_csv(tmp_path / "rows.csv")
+    for path in tmp_path.iterdir():
+        flags = f"--task {task} --people 1 --eval-only --eval-data {path}"
+        training, (read,) = loaded_data(flags)
+        assert not training
+        assert read["solution"] == solution
+        assert read["difficulty"] == ("1" if task == "kk" else "all")
+        assert prompt in read["prompt"]
+        if form.startswith(("TRL", "verl")):  # a whole prompt, to which nothing is added
+            assert read["prompt"] == prompt
+        opens = form in ("K&K", "both", "verl, rendered")
+        assert read["prompt"].endswith("<think>") == opens
+
+
+def test_no_training_prompt_is_an_evaluation_prompt(tmp_path, capsys):
+    """Whatever the files' forms, spaces and capitals, and beyond --eval-size as well."""
+    island = "On this island live knights and knaves, and you meet"
+    trained = []
+    evaluated = []
+    for name in "ABC":
+        quiz = f"{island}  {name}?"
+        trained.append({"quiz": quiz, **KK_TRUTH})
+        trained.append({"prompt": user(quiz), "solution": LILY})
+        trained.append(verl(user(CHAT.replace("Who", f"The puzzle: {quiz} Who")), LILY))
+    evaluated.append({"quiz": f"{island} a?", **KK_TRUTH})
+    evaluated.append(verl(user(CHAT.replace("Who", f"The puzzle: {island} b? Who")), LILY))
+    files = {
+        "data": write_jsonl(tmp_path / "data.jsonl", trained),
+        "eval_data": write_jsonl(tmp_path / "eval.jsonl", evaluated),
+    }
+    training, _ = loaded_data("--people 1 --eval-size 1", **files)
+    assert all("you meet c?" in row["key"] for row in training)
+    told = "3 training and 1 of 2 evaluation prompts; 6 of 9 rows are also in --eval-data\n"
+    assert capsys.readouterr().out.endswith(told)
+
+
+def test_a_short_question_is_no_part_of_a_long_one(tmp_path, monkeypatch, capsys):
+    """'Solve for x' removes itself, and not all equations. Long lists: equal questions only."""
+    long = "A train leaves at noon and arrives at three, after 120 miles. "
+    trained = ["Solve for x: 2x = 4", "solve  for x", long + "How fast is it?"]
+    evaluated = ["Solve for x", long]
+    files = {}
+    for name, asked in (("data", trained), ("eval_data", evaluated)):
+        rows = [{**GOOD, "problem": problem} for problem in asked]
+        files[name] = write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    training, _ = loaded_data("--task math", **files)
+    assert [row["asked"] for row in training] == trained[:1]
+    monkeypatch.setattr("rewards.MAX_PAIRS", 1)
+    training, _ = loaded_data("--task math", **files)
+    assert [row["asked"] for row in training] == [trained[0], trained[2]]
+    assert "only equal ones are left out" in capsys.readouterr().out
+
+
+def test_a_tenth_of_ones_own_data_is_evaluated_on(tmp_path, capsys):
+    """At random: a sorted file begins with its easiest rows. What is there twice is no training."""
+    rows = [{"problem": f"Say {i // 2}!", "answer": f"{i // 2}"} for i in range(40)]
+    path = write_jsonl(tmp_path / "own.jsonl", rows)
+    training, evaluation = loaded_data("--task math", data=path)
+    assert not {row["key"] for row in training} & {row["key"] for row in evaluation}
+    assert len(evaluation) == 4
+    assert max(int(row["solution"]) for row in evaluation) > 4
+    told = f"4 of 40 rows are held out for evaluation, {36 - len(training)} more have the same"
+    assert told in capsys.readouterr().out
+    assert loaded_data("--task math --seed 7", data=path)[1] == evaluation  # of every run
+    _, evaluation = loaded_data("--task math --eval-only --eval-size 4", eval_data=path)
+    assert max(int(row["solution"]) for row in evaluation) > 4
+    write_jsonl(tmp_path / "own.jsonl", rows[:2])
+    with pytest.raises(lopti.UserError, match="nothing is left to train on"):
+        loaded_data("--task math", data=path)
+
+
+NO_ROW = "without a prompt or a (boxed) solution"
+CUT = "with LaTeX that JSON has cut"
+BAD = {  # why a row is left out: such rows
+    "without columns": [7, None, [GOOD]],
+    "with columns that are not known (question, final": [{"question": "2?", "final": "2"}],
+    NO_ROW: [{"problem": "2?", "solution": 2}, {"problem": "", "answer": "2"}],
+    "with several boxes": [{"problem": "2?", "solution": r"\boxed{3} and $\boxed{4}$"}],
+    "that cannot be read": [
+        {"prompt": user(None), "solution": "2"},
+        {"prompt": user([{"type": "text", "text": "2?"}]), "solution": "2"},
+        {"prompt": user(2), "solution": "2"},
+        {"prompt": user("\ud83d"), "solution": "2"},  # half a character
+    ],
+    "whose chat is written as text": [{"prompt": str(user("2?")), "solution": "2"}],
+    CUT: [{**GOOD, "problem": "\frac12?"}],
+    "with a picture": [{**GOOD, "images": ["figure.png"]}],
+    "with choices that its question does not show": [
+        {**GOOD, "choices": ["7", "8"]},
+        {**GOOD, "options": "?2"},  # as csv has it: one text
+        {"problem": "Is 2 even, Anna and Ben?", "options": {"A": "yes", "B": "no"}, "answer": "A"},
+    ],
+    "the number of a choice": [{"problem": "1, or 2?", "choices": ["1", "2"], "answer": 1}],
+    "longer than --max-prompt-length 400": [{**GOOD, "problem": "Hm? " * 999}],
+}
+BAD_ANSWERS = {  # the same of answers
+    NO_ROW: [None, math.nan, -math.inf, ["3"], {"a": 3}, ""],
+    CUT: ["\frac12", "3\times 2", "\bar x", "2\right)", "\neq 2"],
+    "says that there is none": ["proof", "Not found", "None", "unknown", "See solution.", "?"],
+    "is a list or other JSON": ['["2"]', "['2', '3']", '{"inputs": ["1"], "outputs": ["2"]}'],
+    "is a sentence": ["One and one are two, so 2"],
+    "a spreadsheet has made a date": ["4-Mar", "Mar-04"],
+    "with two spellings of one answer": [r"$\frac12$ or $0.5$"],
+    "whose solution --task math cannot read": [r"\frac{1}{2"],
+}
+
+
+@pytest.mark.parametrize("reason", BAD | BAD_ANSWERS)
+def test_a_bad_row_is_left_out_and_counted_with_its_reason(reason, tmp_path, capsys):
+    bad = list(BAD.get(reason, []))
+    bad += [{**GOOD, "answer": answer} for answer in BAD_ANSWERS.get(reason, [])]
+    rows = [GOOD, *bad, {**GOOD, "options": ["2"]}]
+    assert len(loaded_rows(tmp_path, rows)) == 2
+    told = capsys.readouterr().out
+    assert told.startswith(f"a.jsonl: {len(rows)} rows, {len(bad)} left out: ")
+    assert reason in told
+    assert " (row 2" in told
+
+
+def test_every_row_has_the_columns_of_all(tmp_path):
+    """Else a reward would get lists of different lengths."""
+    rows = loaded_rows(tmp_path, [GOOD, {**GOOD, "options": ["2"]}])
+    assert rows[0]["columns"] == {**GOOD, "options": None}
+
+
+@pytest.mark.parametrize(
+    "written, read",
+    [
+        (r"We must have x equal to one more than seven, so $\boxed{8}$.", "8"),
+        ("1E+06", "1000000"),  # of a spreadsheet
+        ("1.5E-07", "0.00000015"),
+        ("1 or 2", "1 or 2"),
+        (1e20, "1" + "0" * 20),
+        (-2.0, "-2"),
+        (0.5, "0.5"),
+        ("2021-03-04", "2021-03-04"),
+        ("2021-03-04 05:06:07", "2021-03-04 05:06:07"),
+        (12345678901234567890123, "12345678901234567890123"),
+        ("0.10", "0.10"),
+        ("1e3", "1e3"),
+    ],
+)
+def test_how_a_solution_is_read(written, read, tmp_path):
+    """No dates and no floats are made of what is text, or a long number."""
+    (row,) = loaded_rows(tmp_path, [{"prompt": "2?", "solution": written}])
+    assert row["solution"] == read
+
+
+def test_prompts_that_do_not_ask_for_the_form_are_counted(tmp_path, capsys):
+    """verl's GSM8K asks for ####: every obedient answer would earn 0, in silence."""
+    rows = [verl(user("3 + 4? Write #### before it."), "7"), verl(user("3 + 4? Box it."), "7")]
+    loaded_rows(tmp_path, [*rows, {"problem": "3 + 4?", "answer": "7"}])
+    told = "a.jsonl: 1 prompts do not ask for a box: answers without one count as wrong\n"
+    assert capsys.readouterr().out == told
+
+
+def test_the_length_of_a_prompt_is_that_of_all_that_the_model_reads(tmp_path):
+    """System message, template and our request included."""
+    (row,) = loaded_rows(tmp_path, [GOOD])
+    length = len(TOKENIZER(row["prompt"])["input_ids"])
+    assert loaded_rows(tmp_path, [GOOD], f"--task math --max-prompt-length {length}")
+    with pytest.raises(lopti.UserError, match="longer than"):
+        loaded_rows(tmp_path, [GOOD], f"--task math --max-prompt-length {length - 1}")
+
+
+def test_what_people_and_the_task_leave_out(tmp_path, capsys):
+    """--people silently, unless nothing is left; texts that are no puzzle with a word."""
+    truths = {"A?": "(1) Ann is a knight (2) Bo is a knave", "B?": LILY, "C?": "(1) Knightley"}
+    rows = [{"quiz": quiz, "solution_text_format": truth} for quiz, truth in truths.items()]
+    assert [row["asked"] for row in loaded_rows(tmp_path, rows, "--people 2")] == ["A?"]
+    told = "a.jsonl: 3 rows, 1 left out: 1 whose solution --task kk cannot read"
+    told += " (not puzzles? --task math) (row 3)\n"
+    assert capsys.readouterr().out == told
+    told = "2 of another size than --people .*columns: quiz, solution_text_format; .* --people 3"
+    with pytest.raises(lopti.UserError, match=told):
+        loaded_rows(tmp_path, rows, "--people 3")
+
+
+def test_solutions_that_are_compared_as_text_are_counted(tmp_path, capsys):
+    loaded_rows(tmp_path, [{**GOOD, "answer": answer} for answer in ("2", r"\forall x", "9/")])
+    told = "a.jsonl: 2 compared as text (see math-verify in data/GUIDE.md)\n"
+    assert capsys.readouterr().out == told
+
+
+def test_files_of_json(tmp_path):
+    """A mark at the beginning, empty lines, capitals in the name; a text may have U+2028."""
+    lines = [json.dumps({**GOOD, "problem": f"Two\u2028{i}"}, ensure_ascii=False) for i in "ab"]
+    for name, text in (
+        ("a.JSONL", "\n\n".join(lines) + "\n\n"),
+        ("a.json", f"[{','.join(lines)}]"),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+        assert ["Two\u2028a" in row["prompt"] for row in loaded(tmp_path / name)] == [True, False]
+    (tmp_path / "a.JSONL").write_text('{"problem": "?"}\n{"problem": ')
+    with pytest.raises(lopti.UserError, match=r"a.JSONL \(ValueError: line 2: "):
+        loaded(tmp_path / "a.JSONL")
+
+
+def test_files_of_csv(tmp_path, capsys):
+    """Of Excel, with a cell too many; with two columns of one name."""
+    path = tmp_path / "a.csv"
+    path.write_text("problem,answer,note\r\n2?,2,,\r\n3?,3,b,c\r\n", encoding="utf-8-sig")
+    assert [row["columns"] for row in loaded(path)] == [{**GOOD, "note": ""}]
+    assert "2 rows, 1 left out: 1 with more cells than columns (row 2)\n" in capsys.readouterr().out
+    path.write_text("problem,answer,answer\n2?,2,3\n")
+    with pytest.raises(lopti.UserError, match="two columns of one name"):
+        loaded(path)
+
+
+def test_difficulties(tmp_path):
+    levels = {1: "1", "1.0": "1", None: "all", "": "all", "Level 5": "Level 5"}
+    rows = loaded_rows(tmp_path, [{**GOOD, "level": level} for level in levels])
+    assert [row["difficulty"] for row in rows] == list(levels.values())
+
+
+SINGLE = datasets.Value("float32")
+
+
+@pytest.mark.parametrize(
+    "name, kind, value, meant",
+    [
+        ("answer", SINGLE, 0.3, "0.3"),  # not 0.30000001192092896
+        ("answer", datasets.Value("float16"), 1.1, "1.1"),
+        ("answer", datasets.ClassLabel(names=["no", "yes"]), 1, "yes"),
+        ("reward_model", {"ground_truth": SINGLE}, {"ground_truth": 0.1}, "0.1"),
+    ],
+)
+def test_parquet_is_read_as_it_was_meant(name, kind, value, meant, tmp_path):
+    """At every depth. A file that has changed is read anew."""
+    text = datasets.Value("string")
+    features = {"problem": text, "prompt": text, name: kind, "list": datasets.List(SINGLE)}
+    for question in ("?", "??"):
+        columns = {"problem": [question], "prompt": [question], name: [value], "list": [[0.3]]}
+        data = datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+        data.to_parquet(tmp_path / "a.parquet")
+        (row,) = loaded(tmp_path / "a.parquet")
+        assert row["solution"] == meant
+        assert row["asked"] == question
+        assert row["columns"]["list"] == [0.3]
+
+
+def test_paths_are_read_as_they_are_meant(tmp_path, monkeypatch):
+    """A colon in the name of a folder does not cut it; ~ is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("d:1", r"C:\data\x"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "train.jsonl", [GOOD])
+        assert len(loaded(tmp_path / name)) == 1
+        assert len(loaded(f"~/{name}")) == 1
+
+
+def test_a_data_set_with_configurations_and_splits(tmp_path):
+    """The form in which the hub holds the paper's data: name:configuration:split+split."""
+    for split in "ab":
+        write_jsonl(tmp_path / f"{split}.jsonl", [{"quiz": split, **KK_TRUTH}] * 2)
+    files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in "ab")
+    card = f"---\nconfigs:\n- config_name: train\n  data_files:\n{files}---\n"
+    (tmp_path / "README.md").write_text(card)
+    rows = loaded(f"{tmp_path}:train:a+b", "--people 1")
+    assert [row["asked"] for row in rows] == ["a", "a", "b", "b"]
+
+
+def test_every_epoch_has_every_prompt_in_an_order_of_its_own():
+    def batches(size, seed, skip=0):
+        return list(itertools.islice(prompt_stream(range(10), size, seed, skip), 10 - skip))
+
+    order = joined(batches(4, 0))  # of four epochs
+    epochs = [tuple(order[start : start + 10]) for start in range(0, 40, 10)]
+    assert len(set(epochs)) == 4
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert batches(4, 0, skip=3) == batches(4, 0)[3:]
+    assert batches(4, 0) != batches(4, 1)
+
+
+# ------------------------------------------------------------------------------------------ prompts
+
+
+def messages(question):
+    """A puzzle as a chat."""
+    return TASKS["kk"].messages(question)
+
+
+SYSTEM = TASKS["kk"].system
+
+
+def test_prompts_begin_as_the_model_is_used_to():
+    """Llama's tokenizer puts a token before every text: once; a chat template has its own."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_special_tokens({"bos_token": "<|bos|>"})
+    first = [("<|bos|>", tokenizer.bos_token_id)]
+    tokenizer._tokenizer.post_processor = TemplateProcessing("<|bos|> $A", special_tokens=first)
+    assert render_prompt(tokenizer, user("Lily")) == "<|user|>Lily<|assistant|>"
+    tokenizer.chat_template = None  # a base model
+    text = render_prompt(tokenizer, messages("Lily"), "<think>")
+    assert text == f"<|bos|>{SYSTEM}\n\nLily\n\n<think>"
+    assert render_prompt(tokenizer, "<|bos|>Lily") == "<|bos|>Lily"
+    rollout = sample(random_model(vocab_size=len(tokenizer)), ["<|bos|>Lily"], tokenizer)
+    assert plain_rows(rollout)[0][0].tolist() == tokenizer("Lily")["input_ids"]  # not twice
+
+
+def test_a_template_is_applied_once():
+    """What the model's own template writes shows that it was applied; another's mark is text."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "<｜User｜>{{ messages[0].content }}<｜Assistant｜><think>"  # R1's
+    text = render_prompt(tokenizer, user("What is <think> or [INST]?"))
+    assert text == "<｜User｜>What is <think> or [INST]?<｜Assistant｜><think>"
+    assert render_prompt(tokenizer, user(text)) == text
+
+
+TURN = "{% for turn in messages if turn.role == 'user' %}<|user|>{{ turn.content }}{% endfor %}"
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        REFUSING + TURN,  # Gemma's refuses a system message
+        TURN,  # others drop it
+        TURN + "<|assistant|><think>\n",  # DeepSeek's opens the thought itself
+    ],
+)
+def test_a_chat_template_loses_nothing_and_adds_nothing_twice(template):
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    text = render_prompt(tokenizer, messages("Lily  is?"), "<think>")
+    assert SYSTEM not in text  # which the bundled vocabulary cannot write
+    tokenizer.unk_token = None
+    text = render_prompt(tokenizer, messages("Lily  is?"), "<think>")
+    beginning = f"<|user|>{SYSTEM}\n\nLily  is?"
+    assert text.startswith(beginning)
+    assert text.removeprefix(beginning).count("<think>") == 1
+    assert "Lily" not in text.removeprefix(beginning)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[-1].content[0].text }}", "{{ raise_exception('no chat') }}"]
+)
+def test_a_chat_template_that_loses_the_question_is_refused(template):
+    """The first is for content in parts."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = template
+    with pytest.raises(lopti.UserError, match="refuses or leaves out"):
+        render_prompt(tokenizer, messages("Lily"))
+
+
+# ---------------------------------------------------------------------------- a reward of one's own
+
+
+def rewards_of(reward, rows, texts=("a", "b"), **changes):
+    """What a function of one's own gives for responses to rows."""
+    return compute_rewards(list(texts), rows, settings_of(reward=reward, **changes))
+
+
+def careless_with_its_inputs(completions, value, prompts, solution, nested):
+    """Returns the column `value`, and empties all that it got."""
+    values = list(value)
+    for column in (completions, value, prompts, solution, nested[0]):
+        column.clear()
+    return values
+
+
+def test_a_reward_gets_copies_of_every_column():
+    """As in TRL: lists with one entry for each response."""
+    rows = [{**data_row("?"), "columns": {"value": value, "nested": [1]}} for value in (0, 6.5)]
+    before = copy.deepcopy(rows)
+    texts = ["a", "b"]
+    settings = settings_of(reward=careless_with_its_inputs)
+    assert compute_rewards(texts, rows, settings) == [0.0, 6.5]
+    assert texts == ["a", "b"]
+    assert rows == before
+
+
+NO_REWARDS = [
+    None,
+    [None, 1],
+    [1, math.nan],
+    [1, math.inf],
+    [1],
+    [1, 2, 3],
+    {1: 1, 2: 1},
+    ["a", "b"],
+]
+
+
+@pytest.mark.parametrize("returned", NO_REWARDS)
+def test_a_reward_returns_one_finite_number_for_each_response(returned):
+    with pytest.raises(lopti.UserError, match="reward|finite"):
+        rewards_of(lambda completions, **columns: returned, [data_row("?")] * 2)
+
+
+def test_a_file_of_ones_own_with_the_name_of_ours(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rewards.py").write_text("def kk_reward(**columns): return [1.0]")
+    with pytest.raises(lopti.UserError, match="rename your file"):
+        load_function("rewards:kk_reward")
+
+
+def test_rows_for_a_reward_of_ones_own(tmp_path):
+    """Any solution, also a dictionary; and a question gets no words of ours."""
+    truth = {"target": 24, "numbers": [4, 6]}  # Countdown's
+    sentence = "The earth turns around the sun"
+    rows = [{"question": "Why?", "answer": sentence}, verl("24?", truth)]
+    flags = f"--task math --reward {__name__}:exits --solved-reward 1"
+    first, second = loaded_rows(tmp_path, rows, flags)
+    assert first["prompt"] == "<|user|>Why?<|assistant|>"
+    assert first["solution"] == sentence
+    assert second["solution"] == truth
+
+
+def test_a_reward_leaves_the_process_as_it_was(tmp_path):
+    """Else a seed in it draws the same answers in every step, and a folder loses the run."""
+    kept = []
+
+    def careful(completions, **columns):
+        return [1091.375]
+
+    def careless(completions, **columns):
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(0)
+        os.chdir(tmp_path)
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        kept.append(torch.inference_mode())
+        kept[-1].__enter__()
+        return [1091.375]
+
+    states = []
+    for reward in (careful, careless, careless):
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(1)
+        assert rewards_of(reward, [data_row("?")], "a") == [1091.375]
+        draws = (random.random(), numpy.random.random(), float(torch.rand(())))
+        modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        defaults = (torch.get_default_dtype(), torch.get_default_device())
+        states.append((draws, modes, defaults, Path.cwd()))
+    assert states[0] == states[1] == states[2]
+
+
+FAILING = """\
+import json
+def chat(completions, **columns):
+    return [each[0]['content'] for each in completions]
+def load(completions, **columns):
+    return json.loads('[')
+"""
+
+
+def test_where_a_reward_failed(tmp_path, monkeypatch):
+    """Its own file and line, also where a library raises; and where to read what it gets."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    for name, line in (("chat", 3), ("load", 5)):
+        with pytest.raises(lopti.UserError, match=f"failing.py, line {line}.*data/GUIDE.md"):
+            rewards_of(f"failing:{name}", [data_row("?")], "a", solved_reward=1)
+
+
+def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
+    pytest.importorskip("math_verify")
+    blocks = re.findall("```python\n(.*?)```", GUIDE, re.DOTALL)
+    (code,) = [block for block in blocks if "math_verify" in block]
+    (tmp_path / "my_reward.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    reward = load_function("my_reward:math_verify_reward")
+    texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
+    assert reward(texts, ["x < 4", "3", "5", "5"], level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]

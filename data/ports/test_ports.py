@@ -393,7 +393,7 @@ OF_TASK = {
         "model": "Qwen/Qwen2.5-3B-Instruct",
         "data": KK.format("train"),
         "eval_data": KK.format("test"),
-        "people": [3, 4, 5, 6, 7],
+        "people": (3, 4, 5, 6, 7),
         "steps": 351,
     },
     "math": {
