@@ -1314,7 +1314,7 @@ def words_of_line(line):
     """The words of a line of a file of flags, as in a shell: "one word", and # is a comment."""
     words = shlex.shlex(line, posix=True)
     words.whitespace_split = True
-    words.escape = ""  # C:\\data keeps its backslash
+    words.escape = ""  # C:\data keeps its backslash
     with user_errors(f"cannot read the line {line} of a file of flags"):
         return list(words)
 
