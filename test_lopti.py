@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1455,6 +1455,25 @@ def test_examples_in_docstrings(module):
     assert not result.failed
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('--data "my data/x.jsonl"  # mine', ["--data", "my data/x.jsonl"]),
+        ("--data 'my #1.jsonl'", ["--data", "my #1.jsonl"]),
+        (r"--data C:\data\x.jsonl", ["--data", r"C:\data\x.jsonl"]),
+        ("# the paper's", []),
+    ],
+)
+def test_a_line_of_a_file_of_flags(line, words):
+    assert lopti.words_of_line(line) == words
+
+
+def test_a_quote_that_does_not_end_is_told(tmp_path, capsys):
+    (tmp_path / "my.flags").write_text('--data "my data')
+    assert lopti.main([f"@{tmp_path}/my.flags"]) == 2
+    assert '--data "my data of a file of flags' in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------- runs and resume
 
 
@@ -1735,6 +1754,27 @@ def test_a_checkpoint_goes_from_one_kind_of_device_to_another(tmp_path, monkeypa
         policy.device = torch.device(kind)
         lopti.load_checkpoint(tmp_path, policy, optimizer)
     assert restored == ["xpu"]
+
+
+def test_a_full_disk_without_a_checkpoint_is_no_advice_to_resume(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full_disk)
+    told = refused(capsys, FLAGS + f"--steps 1 --save-every 0 --output {tmp_path}")
+    assert "there is no checkpoint: start again" in told
+    assert "--resume" not in told
+
+
+def test_a_place_that_has_moved_goes_into_the_config(tmp_path):
+    settings = lopti.Settings(model="old/model", resume=str(tmp_path))
+    saved = {**asdict(settings), "resume": "", "people": [2, 3]}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    lopti.refuse_changes(settings)
+    for changed, is_place in (
+        (replace(settings, model="new"), True),
+        (replace(settings, alpha=0.5), False),
+    ):
+        with pytest.raises(lopti.UserError, match="cannot change") as error:
+            lopti.refuse_changes(changed)
+        assert ("has moved into" in str(error.value)) == is_place
 
 
 # --------------------------------------------------------------------------------- what a run tells
@@ -2830,3 +2870,26 @@ def test_the_guide_s_reward_with_math_verify(tmp_path, monkeypatch):
     reward = load_function("my_reward:math_verify_reward")
     texts = [r"\boxed{(-\infty, 4)}", r"\boxed{2}</think> \boxed{3}", "4", r"\boxed{4"]
     assert reward(texts, ["x < 4", "3", "5", "5"], level=[1] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+def column(completions, **columns):
+    return torch.ones(len(completions), 2).numpy()
+
+
+def one_that_divides_by_zero(completions, **columns):
+    return [1 / 0 for _ in completions]
+
+
+@pytest.mark.parametrize("function", [column, one_that_divides_by_zero])
+def test_the_line_of_a_reward_that_fails_is_its_own(function):
+    """Where our code fails with what it returned, no line is named."""
+    settings = lopti.Settings(
+        task="math", reward=f"{__name__}:{function.__name__}", solved_reward=1
+    )
+    row = {"columns": {}, "solution": "1", "prompt": "?"}
+    with pytest.raises(lopti.UserError) as error:
+        compute_rewards(["a", "b"], [row, row], settings)
+    told = str(error.value)
+    assert "rewards.py" not in told
+    if function is one_that_divides_by_zero:
+        assert re.search(r"in \S+test_lopti.py, line \d+", told)
