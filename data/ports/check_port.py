@@ -97,7 +97,7 @@ def check(update):
     number = [off < TOLERANCE for off in found].index(False)
     step = first["steps"][number]
     where = f"optimizer step {number + 1} (pass: {step['pass']}, first row: {step['first_row']})"
-    names = ", ".join(case["name"] for case in right) or "no case"
+    names = "; ".join(case["name"] for case in right) or "no case"
     found_nothing = f"no mistake that is known here. Right: {names}."
     return [f"{found_nothing} First difference: {found[number]:.1e}, {first['name']}, {where}"]
 
