@@ -497,12 +497,13 @@ def update(policy, optimizer, rollout, tokens, settings):
     rollout = replace(rollout, tokens=tokens)
     totals = dict.fromkeys((*STATISTICS, "grad_norm", *COUNTS), 0)
     for indices in torch.arange(len(tokens)).split(settings.mini_batch_size or len(tokens)):
-        batch = rollout.rows(indices)
-        kept = tokens_to_keep(policy, batch, settings)  # all response tokens, or section 8
-        batch.tokens = batch.tokens & kept
-        statistics = accumulate_gradient(policy, batch, kept.sum(), settings)
+        mini_batch = rollout.rows(indices)
+        kept = tokens_to_keep(policy, mini_batch, settings)  # all response tokens, or section 8
+        mini_batch.tokens = mini_batch.tokens & kept
+        count = kept.sum()  # N
+        statistics = accumulate_gradient(policy, mini_batch, count, settings)
         norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
-        totals["masked_tokens"] += int(batch.mask.sum() - kept.sum())  # also if there is no step
+        totals["masked_tokens"] += int(mini_batch.mask.sum() - count)  # also if there is no step
         if not norm.isfinite():  # what is infinite or not a number must not reach the weights
             totals["nonfinite_steps"] += 1
         else:
@@ -517,31 +518,34 @@ def update(policy, optimizer, rollout, tokens, settings):
     return totals
 
 
-def accumulate_gradient(policy, batch, normalizer, settings):
+def accumulate_gradient(policy, mini_batch, normalizer, settings):
     """Add the gradient of Eq. 1 on a mini-batch's `tokens`, divided by N; returns the statistics.
 
     Only rows with a token to update are read; with β = 0 not those either where every Â is 0: their
     gradient is 0, and their tokens do not count as updated.
     """
-    has_gradient = batch.tokens.any(1)  # (rows of the mini-batch,)
+    has_gradient = mini_batch.tokens.any(1)  # (rows of the mini-batch,)
     if not settings.kl_coef:
-        has_gradient = has_gradient & batch.advantages.any(1)
+        has_gradient = has_gradient & mini_batch.advantages.any(1)
     to_read = has_gradient.nonzero().flatten().tolist()
     sums = dict.fromkeys(STATISTICS, 0.0)
-    for indices in micro_batches(to_read, batch.lengths, settings.tokens_per_microbatch):
-        part = batch.rows(indices)
+    for indices in micro_batches(to_read, mini_batch.lengths, settings.tokens_per_microbatch):
+        part = mini_batch.rows(indices)  # a micro-batch
         tokens = part.tokens
         with mixed_precision(policy, settings):
             logits = token_logits(policy, part.ids, tokens, settings.temperature, settings.min_p)
         logprobs = spread(token_logprobs(logits, part.ids[tokens]), tokens)  # (rows, L)
         # With --min-p what π_θ or π_old cannot sample (log π = −∞) has no part in the loss.
         tokens = tokens & (logprobs > -math.inf) & (part.old_logprobs > -math.inf)
+        ref_logprobs = None
+        if part.ref_logprobs is not None:
+            ref_logprobs = part.ref_logprobs[tokens]
         loss, statistics = policy_loss(
             logprobs[tokens],
             part.old_logprobs[tokens],
             part.advantages[tokens],
             normalizer,
-            ref_logprobs=None if part.ref_logprobs is None else part.ref_logprobs[tokens],
+            ref_logprobs,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             clip_dual=settings.clip_dual,
@@ -1116,8 +1120,8 @@ def load_checkpoint(folder, policy, optimizer):
     elif (folder / "final").exists():
         raise UserError(f"{folder} has no checkpoint: start a new run from its final/")
     for name, lines in state["log"].items():
-        with replaced_at_once(folder / f"{name}.jsonl") as path:
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with replaced_at_once(folder / f"{name}.jsonl") as partial:
+            partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return state["step"], state["log"]
 
 
@@ -1128,8 +1132,8 @@ def log_step(folder, log, step, metrics, batch, rollout, settings):
         first = group * settings.group_size
         text = rollout.texts[first]
         reward = float(rollout.rewards[first])
-        sample = {"step": step, "prompt": row["prompt"], "response": text, "reward": reward}
-        add_line(folder, log, "samples", sample)
+        line = {"step": step, "prompt": row["prompt"], "response": text, "reward": reward}
+        add_line(folder, log, "samples", line)
 
 
 def log_evaluation(folder, log, step, policy, tokenizer, rows, settings):
