@@ -1058,8 +1058,6 @@ def steps_without_advantages(lines):
 
 def run_folder(settings):
     """The folder of a run; made unless it is resumed."""
-    if settings.resume:
-        refuse_changes(settings)  # a library call may have other settings
     name = settings.name or f"{settings.task}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     path = settings.resume or Path(settings.output) / name
     folder = Path(path).expanduser().resolve()
@@ -1155,6 +1153,8 @@ def add_line(folder, log, name, line):
 
 def prepare(settings):
     """The model on its device, its tokenizer, training and evaluation rows."""
+    if settings.resume:
+        refuse_changes(settings)
     device = settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
     policy, tokenizer = load_model(settings.model, device)
     if settings.gradient_checkpointing:
@@ -1334,9 +1334,7 @@ def parse_arguments(words=None):
     given = vars(build_parser().parse_args(words))
     if not given.get("resume"):
         return Settings(**given)
-    settings = Settings(**(saved_settings(given["resume"]) | given))
-    refuse_changes(settings)
-    return settings
+    return Settings(**(saved_settings(given["resume"]) | given))
 
 
 def saved_settings(folder):
