@@ -930,8 +930,8 @@ CACHE = ALL_CACHE_NAMES[0]  # HF's name of the argument: `cache` since transform
 def generate_in_stretches(model, prompt_ids, temperature, settings, end_ids, pad_id):
     """N lists of prompt ids → N lists of response ids, each up to its end or `--max-new-tokens`.
 
-    From the same distribution as one plain call of `generate`, but with the bundled model 2.1 times
-    faster: after each stretch, responses that have ended leave the batch.
+    From the same distribution as one plain call of `generate`, but with the bundled model in about
+    half of the time: after each stretch, responses that have ended leave the batch.
     """
     prompts = [torch.tensor(prompt, device=model.device) for prompt in prompt_ids]
     ones = [torch.ones_like(prompt) for prompt in prompts]
