@@ -2,8 +2,8 @@
 
     pip install -r requirements.txt trl==1.16.0
     python data/ports/trl_lopti.py --steps 5                       # bundled model and puzzles
-    torchrun --nproc-per-node 2 data/ports/trl_lopti.py --steps 5  # the same in two processes
-    python lopti.py --eval-only --model runs/trl                   # what came of it
+    torchrun --nproc-per-node 2 data/ports/trl_lopti.py --steps 5 --output runs/trl-2
+    python lopti.py --steps 0 --model runs/trl                     # evaluates what came of it
 
 Written for TRL 1.16 with transformers 5.24. What a run of your own has to mind: README.md here.
 """
@@ -11,37 +11,17 @@ Written for TRL 1.16 with transformers 5.24. What a run of your own has to mind:
 import argparse
 import os
 import sys
-import warnings
 from pathlib import Path
 
+import torch
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def make_parser():
-    look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-    parser.add_argument("--steps", type=int, default=5, help="rollout batches")
-    parser.add_argument("--alpha", type=float, default=0.3, help="α of Eq. 4")
-    parser.add_argument("--eta", type=float, default=0.5, help="η of Lopti")
-    text = "an empty or a new folder for the trained model (runs/trl)"
-    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "trl", help=text)
-    return parser
-
-
 sys.path.insert(0, str(ROOT))
-try:
-    import lopti  # isort: skip, before torch
 
-    import torch
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    from rewards import kk_reward
-except ModuleNotFoundError as missing:
-    if __name__ == "__main__":  # --help needs no packages
-        make_parser().parse_args()
-        make_parser().error(f"{missing}: pip install -r requirements.txt trl==1.16.0")
-    raise
+import lopti
+from rewards import kk_reward
 
 
 class LoptiTrainer(GRPOTrainer):
@@ -57,9 +37,10 @@ class LoptiTrainer(GRPOTrainer):
             "importance_sampling_level": "token",
             "use_bias_correction_kl": False,  # True multiplies the KL by the ratio
         }
-        wrong = [
-            f"{key}={value!r}" for key, value in required.items() if vars(self.args)[key] != value
-        ]
+        wrong = []
+        for key, value in required.items():
+            if getattr(self.args, key) != value:
+                wrong.append(f"{key}={value!r}")
         if self.args.steps_per_generation % self.args.gradient_accumulation_steps:
             wrong.append("steps_per_generation a multiple of gradient_accumulation_steps")
         if wrong:
@@ -144,16 +125,16 @@ def trl_settings(settings, processes=1, accumulation=1):
 
 
 def main():
-    parser = make_parser()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=5, help="rollout batches")
+    parser.add_argument("--alpha", type=float, default=0.3, help="α of Eq. 4")
+    parser.add_argument("--eta", type=float, default=0.5, help="η of Lopti")
+    parser.add_argument("--output", default="runs/trl", help="folder for the trained model")
     flags = parser.parse_args()
-    if flags.output.is_file() or (flags.output.is_dir() and any(flags.output.iterdir())):
-        parser.error(f"{flags.output} is there and not empty: choose another --output")
-    # which TRL itself asks for
-    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     settings = lopti.Settings(alpha=flags.alpha, eta=flags.eta)
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
-    rows, _ = lopti.load_data(settings, tokenizer)
-    puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
+    examples, _ = lopti.load_data(settings, tokenizer)
+    puzzles = [{"prompt": each["prompt"], "solution": each["solution"]} for each in examples]
     options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
     optimizer_steps = options["steps_per_generation"] * options["num_iterations"]  # of a batch
     options["max_steps"] = flags.steps * optimizer_steps
@@ -161,19 +142,22 @@ def main():
     trainer = LoptiTrainer(
         policy,
         kk_reward,
-        GRPOConfig(str(flags.output), **options),
+        GRPOConfig(flags.output, **options),
         alpha=settings.alpha,
         eta=settings.eta,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(puzzles),
-        # TRL's own would leave norms and biases without decay
-        optimizers=(lopti.make_optimizer(policy, settings), None),
+        optimizers=(make_optimizer(policy, settings), None),
     )
     trainer.train()
     trainer.save_model()
-    if trainer.accelerator.is_main_process:
-        print(f"The trained model is in {flags.output}.")
+
+
+def make_optimizer(policy, settings):
+    """TRL's own optimizer would leave norms and biases without weight decay."""
+    decay = settings.weight_decay
+    return torch.optim.AdamW(policy.parameters(), settings.learning_rate, weight_decay=decay)
 
 
 if __name__ == "__main__":
-    sys.exit(lopti.exit_code(main, "trl_lopti.py"))
+    main()
