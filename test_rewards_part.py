@@ -386,6 +386,7 @@ WRONG_ROWS = [  # a task, a row, what is missing
     ("math", {"problem": "1 + 1?"}, "a text as solution_text_format, answer, solution"),
     ("math", {**ROW, "answer": 2}, "a text as solution_text_format"),
     ("math", {"prompt": CHAT, "solution": ["2"]}, "a text as solution_text_format"),
+    ("math", '{"problem": ', "Expecting value"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
 ]
 
@@ -435,7 +436,6 @@ NO_FILES = [  # what is given as --data, what is said
     ("rows.csv", "neither a .jsonl nor a .parquet file"),
     ("missing.jsonl", "No such file"),
     ("missing.parquet", "Unable to find"),
-    ("broken.jsonl", "Expecting value"),
     ("broken.parquet", "Parquet"),
     ("no/such_name", "no network"),
 ]
@@ -444,8 +444,8 @@ NO_FILES = [  # what is given as --data, what is said
 @pytest.mark.parametrize("source, told", NO_FILES)
 def test_what_cannot_be_read_is_one_sentence(source, told, folder, monkeypatch):
     (folder / "folder").mkdir()
-    for name in ("rows.csv", "broken.jsonl", "broken.parquet"):
-        (folder / name).write_text('{"problem": ')
+    for name in ("rows.csv", "broken.parquet"):
+        (folder / name).write_text("?")
     monkeypatch.setattr(datasets, "load_dataset", no_network)
     with pytest.raises(UserError, match=f"cannot read {source}: .*{told}"):
         load_rows(source, make_settings(), TOKENIZER)
