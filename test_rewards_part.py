@@ -49,17 +49,14 @@ ANSWERS = [  # a solution, an answer, its reward in the right format
     (ANN, ANN, 3),
     (ODD, ODD, 3),  # names may be anything
     (JACK, "Jack is a knight\nJackson is a knight", -0.5),
-    (ANN, "Mary Ann is a knave, Ann is a knave", -0.5),
     (JACK, "Jack is a knight", -1),  # a name is missing
     (JACK, "Jackson is a knave\nJackson is a knight", -1),  # there is no Jack in Jackson
     ("(1) Ann is a knight", "Joann is a knight", -1),
     ("(1) Ann is a knight", "Ann is a knight\nJoann is a knave", -1),
     (JACK, "Jack is a knight\nJack is a knave", -1),  # both roles
-    (JACK, f"{JACK}\nJackson is a knight", -1),
     (JACK, f"{JACK}\nJack is a knight", -1),
     (JACK, f"Both are knights: {JACK}", -1),
     (JACK, "Jack is a knight or knave\nJackson is a knave", -1),
-    (JACK, "", -1),
 ]
 
 
@@ -75,17 +72,14 @@ RIGHT = f"So. </think>{ANSWER}"
 
 FORMS = [  # a response, its prompt, its reward
     (RIGHT, "Who? <think> \n", 3),
-    (RIGHT, "Who?", -3),  # nothing has opened the thought
     (RIGHT, "Write <think> first. Who?", -3),
     (f"<think>{RIGHT}", "Who?", 3),
-    (f"<think>{RIGHT}", "Who? <think>", -3),  # opened twice
     (ANSWER, "<think>", -3),
     (f"{ANSWER}</think>", "<think>", -3),
     (RIGHT.removesuffix("</answer>"), "<think>", -3),
     (f"{RIGHT}{ANSWER}", "<think>", -3),
     (None, "<think>", -3),
     ([], "<think>", -3),
-    ([{"content": None}], "<think>", -3),
     ([{"content": "No."}, {"content": RIGHT}], "<think>", 3),  # a chat: its last message
     (RIGHT, [{"role": "user", "content": "Who? <think>"}], 3),
 ]
@@ -96,23 +90,14 @@ def test_the_form_of_a_response_to_a_puzzle(response, prompt, reward):
     assert kk_reward([response], [JACK], prompts=[prompt], names=[[]]) == [reward]
 
 
-SOLUTIONS = [  # a solution, its roles; None if it is no solution
-    ("(1) Mary Ann is a knave (2) Ann is a knight", {"mary ann": "knave", "ann": "knight"}),
-    ("1. Åsa Öl is a knight\n12) 小明 is a knave", {"åsa öl": "knight", "小明": "knave"}),
-    ("(1) Ann is a knight\n(2) Ann is a knave", None),
-    ("So Ann is a knight", None),
-    ("(1) Ann is no knight", None),
-    ("", None),
-    (None, None),
-]
-
-
-@pytest.mark.parametrize("solution, roles", SOLUTIONS)
-def test_the_solution_of_a_puzzle(solution, roles):
-    if roles:
-        assert read_solution(solution) == roles
-        assert read_answer(solution, roles) == roles
-    else:
+def test_the_solution_of_a_puzzle():
+    roles = {"åsa öl": "knight", "小明": "knave"}
+    for solution in (
+        "1. Åsa Öl is a knight\n12) 小明 is a knave",
+        "(1) Åsa Öl is a knight (2) 小明 is a knave",
+    ):
+        assert read_solution(solution) == read_answer(solution, roles) == roles
+    for solution in ("(1) Ann is a knight\n(2) Ann is a knave", "So Ann is a knight", "", None):
         with pytest.raises(UserError, match=r"lines like \(1\) Zoey is a knight"):
             kk_reward(["", ""], [JACK, solution])
 
@@ -127,24 +112,20 @@ EQUAL = r"""
 \$5.00 | 5 | \$5 | $\$5$ | 5 dollars
 28\% | 28 | 28% | 28 percent
 90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees
-10 | 10\ \text{cm} | 10 cm | 10cm | 10\,\text{ cm} | x = 10\text{ cm}
-5 | 5 inches | 5 inch | 5 square feet | 5\text{ ways} | 5 Apples | x = 5 | \theta = 5 | f(x) = 5
-60 miles per hour | 60 mile per hour | 60
+10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
+5 inches | 5 inch | 5 | x = 5 | \theta = 5 | f(x) = 5
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
 x = 1, y = 2 | y = 2, x = 1
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
 (1,2), (3,0.5) | (3,\frac12), (1,2)
-1,200, 34 | 34, 1200
 [0, 0.5) | [0, \frac{1}{2})
 yes | Yes | \text{Yes}
-(B) | B | \textbf{(B)}
-2\sqrt{3} | 2\sqrt3 | 2 \sqrt 3
-x^2 + 2x | x^{2}+2 x
+x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
 1204_9 | 1204_{9}
 2 \cdot 10^3 | 2 \times 10^{3} | 2 × 10^3
-x \le 3 | x ≤ 3 | x \leq 3
-x \geq 3 | x≥3
+x \le 3 \le y | x ≤ 3 \leq y
+y \geq 3 \ge x | y≥3≥x
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
 """
 
@@ -152,24 +133,21 @@ DIFFERENT = r"""
 11 | 5+6 | 11+0 | 22/2 | \frac{22}{2} | \frac{11}{1} | 11^1 | -(-11) | x = 5 + 6 = 11 | 5+6=11
 \frac34 | 6/8 | \frac{1.5}{2} | -\frac34 | 3 | 34
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
-\frac13 | 0.333 | .33333333333333333333
 0.9666... | 0.9666 | 0.9666..
 1024 | 1024... | 1024..
 0,5 | 0.5
 5.5 | 5 0.5 | 5 .5 | 5 1/2.0
 5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5
-56 | 5 6 | 5\,6 | 5\text{6} | 5\quad6
-540 | 5\$40 | 5 40
-1200 | 1, 200 | (1,200) | ( 1,200 ) | \left(1,200\right) | 12,00
-12000 | 1,2000
+540 | 5\$40 | 5 40 | 5\,40 | 5\text{40}
+1200 | 1, 200 | (1,200) | ( 1,200 ) | \left(1,200\right) | 12,00 | 1,20000
+(1,200,3) | (1200,3) | 1200,3
 0.12 | 0.1,200
 \frac{\pi}{3} | \frac{\pi}{3}^\circ
 0.5 | 0.5\% | 50\%
 3 hours and 20 minutes | 20, 3 | 3, 20 | 2 hours and 30 minutes
 5\text{ cm}, 3\text{ kg} | 5 kg, 3 cm | 5, 3
 5 | 5 time person book | 5 cm kg | 5\text{ is wrong} | 5 squared | 5 square | 5 xy | 5:00
-5\text{ cm} | 5 km | 5 square cm
-60 miles per hour | 60 hours per mile | 60 miles
+5\text{ cm} | 5 km | 5 square cm | 5 cm per hour
 y = 5 | x = 5 | 2y = 5 | y < 5 | y = 7 = 5
 x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
 n = 3k | 3
@@ -177,11 +155,8 @@ n = 3k | 3
 1, 1, 2 | 1, 2, 2 | 1, 2
 (1,2),(3,4) | (2,1),(3,4) | (1,2,3,4)
 \{1,2\}\setminus\{3,4\} | \{4,2\}\setminus\{3,1\}
-x<1 \text{ or } x>2 | x<1 \text{ and } x>2
 x \le 1 \text{ or } x \ge 2 | x \le 1 \text{ and } x \ge 2
-abc | ABC
-A | a
-2^{\frac12} | 2^1/2
+ABC | abc
 \frac{1}{23} | \frac{1}{2}3 | \frac123
 \{\} | | \,
 2\sqrt{3} | \sqrt{12}
@@ -217,21 +192,12 @@ def test_the_parts_of_the_grader():
     assert parse_number("4/8") is parse_number("5x") is None
 
 
-BOXES = [  # a text, what is in its last box
-    (r"\boxed{1}, no, \boxed{2} }", "2"),
-    (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-    (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
-    (r"\boxed{1} and \boxed{2", None),
-    (r"\boxed{1}</think> no box.", None),
-    (r"<think>\boxed{1}</think> \boxed{2}", "2"),
-    (r"\boxed{1} or \boxed{}", ""),
-    ("no box }", None),
-]
-
-
-@pytest.mark.parametrize("text, content", BOXES)
-def test_the_last_box(text, content):
-    assert last_box(text) == content
+def test_the_last_box():
+    assert last_box(r"\boxed{1}, no, \boxed{\frac{1}{2}} }") == r"\frac{1}{2}"
+    assert last_box(r"\boxed{\left\{ 1 \right.}") == r"\left\{ 1 \right."
+    assert last_box(r"\boxed{1} or \boxed{}") == ""
+    assert last_box(r"\boxed{1} and \boxed{2") is None
+    assert last_box(r"\boxed{1}</think> no box.") is None
 
 
 def test_math_reward_takes_chats_worked_solutions_and_numbers():
@@ -244,7 +210,8 @@ def test_math_reward_takes_chats_worked_solutions_and_numbers():
 def test_no_answer_raises():
     signs = [*"()[]{}.,;=+-*/^_$%&~<> 07xI\n\\", "1,000", "\\frac", "\\text{", " or ", "\ud800"]
     texts = ["".join(pair) for pair in itertools.product(signs, repeat=2)]
-    texts += [sign * (290 // len(sign)) for sign in signs] + ["(" * 149 + "5" + ")" * 149]
+    texts += [sign * (290 // len(sign)) for sign in signs]
+    texts += ["(" * n + "5" + ")" * n for n in (149, 999)]
     for text in texts:
         assert answers_match(text, "17y") is False, text
 
@@ -550,19 +517,13 @@ def test_the_prompt_of_a_puzzle(template, prompt, tmp_path):
     assert example["prompt"] == prompt
 
 
-ROLES = ("system", "user", "assistant", "user")
-LONG_CHAT = [{"role": role, "content": f"{i}?"} for i, role in enumerate(ROLES)]
-
-LONG_PROMPTS = [  # a chat template, the prompt of a chat of four turns
-    (TURNS, "<system>0?<user>1?<assistant>2?<user>3?<assistant>"),
-    (DROPS, "<user>1?<assistant>2?<user>3?<assistant>"),
-    (None, "0?\n\n1?\n\n2?\n\n3?\n\n"),
-]
-
-
-@pytest.mark.parametrize("template, prompt", LONG_PROMPTS)
-def test_no_later_turn_of_a_chat_is_lost(template, prompt):
-    assert render_prompt(tokenizer_with(template), LONG_CHAT) == prompt
+def test_no_later_turn_of_a_chat_is_lost():
+    roles = ("system", "user", "assistant", "user")
+    chat = [{"role": role, "content": f"{role}?"} for role in roles]
+    turns = "<user>user?<assistant>assistant?<user>user?<assistant>"
+    assert render_prompt(tokenizer_with(TURNS), chat) == f"<system>system?{turns}"
+    assert render_prompt(tokenizer_with(DROPS), chat) == turns
+    assert render_prompt(tokenizer_with(None), chat).split() == [f"{role}?" for role in roles]
 
 
 def test_a_prompt_begins_once_as_the_model_is_used_to():
