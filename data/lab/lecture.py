@@ -42,9 +42,6 @@ plt.rcParams |= {
     "figure.dpi": 80,
 }
 
-# What a cell shows --------------------------------------------------------------------------------
-
-
 BOXES = ("sample", "score", "ar", "split", "pass1", "pass2")  # of README's picture
 
 
@@ -69,9 +66,6 @@ def source(function, first, last):
     start = text.rindex("\n", 0, text.index(first)) + 1
     stop = text.index("\n", text.index(last, start))
     display(Code(textwrap.dedent(text[start:stop]), language="python"))
-
-
-# The gradient norm of a token ---------------------------------------------------------------------
 
 
 def gradient_norm(logits, ids):
@@ -132,9 +126,6 @@ def bounds(pi, norms, vocabulary_size):
     axis.legend()
 
 
-# Bars, curves, the clip ---------------------------------------------------------------------------
-
-
 def bars(groups, colors, title, ylabel):
     """Grouped bars. groups: {group: {bar: (value, half of its interval)}}, colors: {bar: color}."""
     _, axis = plt.subplots(figsize=(12, 4.6))
@@ -189,9 +180,6 @@ def clip_cases(letters):
     axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2], [".3", ".80", "1", "1.24", "2.2"])
     axis.set_xticks([], minor=True)
     axis.set_yticks([0, 1], ["Â < 0: π is to fall", "Â > 0: π is to rise"])
-
-
-# What golden.json reports of a student's work -----------------------------------------------------
 
 
 def check(method):
