@@ -182,9 +182,13 @@ def clip_cases(letters):
     axis.set_yticks([0, 1], ["Â < 0: π is to fall", "Â > 0: π is to rise"])
 
 
+def golden(name):
+    return json.loads((LAB.parent / "golden.json").read_text(encoding="utf-8"))[name]
+
+
 def check(method):
     """Compares method(advantages, pi, mask, alpha, eta) with golden.json: Â after Eq. 4, passes."""
-    cases = json.loads((LAB.parent / "golden.json").read_text(encoding="utf-8"))["cases"]
+    cases = golden("cases")
     right = {"AR": 0, "Lopti": 0}
     for case in cases:
         old_logprobs = torch.tensor(case["old_logprobs"])  # (B, L)
@@ -201,3 +205,13 @@ def check(method):
     for name, count in right.items():
         state = "done" if count == len(cases) else "not yet"
         print(f"{name}: {state}, {count} of {len(cases)} cases are right")
+
+
+def check_update(update):
+    """Compares update(case), a table of logits after each optimizer step, with golden.json."""
+    for case in golden("rollouts"):
+        right = torch.tensor([step["table"] for step in case["steps"]])  # (steps, V, V)
+        difference = (torch.stack(update(case)).float() - right).abs().amax((1, 2))
+        same = (difference < 1e-4).tolist()
+        state = "right" if all(same) else f"wrong from optimizer step {same.index(False) + 1} on"
+        print(f"{case['name']}: {state}")
