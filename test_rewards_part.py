@@ -497,13 +497,11 @@ def tokenizer_with(template, bos=None):
 
 TURNS = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
 DROPS = TURNS.replace("messages %}", "messages if turn.role != 'system' %}")
-REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURNS
 SYSTEM = TASKS["kk"].system
 
 PUZZLE_PROMPTS = [  # a chat template, the prompt of the puzzle "Who?"
     (TURNS, f"<system>{SYSTEM}<user>Who?<assistant><think>"),
     (DROPS, "<user>Who?<assistant><think>"),
-    (REFUSES, f"<user>{SYSTEM}\n\nWho?<assistant><think>"),  # Gemma's: into the user's turn
     (TURNS + "<think>\n\n", f"<system>{SYSTEM}<user>Who?<assistant><think>\n"),  # DeepSeek's: once
     (None, f"{SYSTEM}\n\nWho?\n\n<think>"),  # a base model: the words
 ]
