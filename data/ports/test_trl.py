@@ -1,184 +1,212 @@
-"""The port to TRL makes the updates of golden.json and of lopti.py; pytest -s prints tables."""
+"""The port to TRL against golden.json and against lopti.py; pytest -s prints the README's table."""
 
+import copy
 import json
 import subprocess
 import sys
-import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
-import lopti  # isort: skip, before torch
-
 import pytest
-import torch
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
+import lopti
 
 pytest.importorskip("trl", reason="the port to TRL is tested where trl is installed")
+FOUND = version("transformers")
+if f"transformers=={FOUND}" not in (ROOT / "requirements.txt").read_text().split():
+    reason = f"the port to TRL is for the transformers of requirements.txt, and here is {FOUND}"
+    pytest.skip(reason, allow_module_level=True)
 
-import check_port
-import golden_model
+import torch
 import trl_lopti
 from datasets import Dataset
-from golden_model import PAGE
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
+GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
+MODEL = GOLDEN["model"]
+NAMES = {"ids": lambda case: case["name"]}
 grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # mini-batches as golden.json has them
 
 
-def new_trainer(settings, processes=1, accumulation=1, **changes):
-    policy, tokenizer = lopti.load_model(settings.model, "cpu")
-    options = trl_lopti.trl_settings(settings, processes, accumulation) | changes
-    steps = options["steps_per_generation"] * options["num_iterations"] // accumulation
-    config = GRPOConfig(tempfile.gettempdir(), max_steps=steps, scale_rewards="none", **options)
+def settings_of(case):
+    """The Settings of lopti.py of a case."""
+    names = lopti.Settings.__dataclass_fields__.keys() & case.keys() - {"passes", "steps"}
+    own = {name: case[name] for name in names}
+    return lopti.Settings(prompts_per_step=1, device="cpu", **own)
+
+
+def new_trainer(settings, processes=1, rollout=None, **changes):
+    """A LoptiTrainer whose rewards are advantages: TRL's own differ by their ε of 1e-4."""
+    policy, tokenizer = lopti.load_model("", "cpu")
+    options = trl_lopti.trl_settings(settings, processes) | changes
+    options |= {"scale_rewards": "none", "logging_steps": 1}
+    dataset = Dataset.from_list([{"prompt": "a puzzle"}])
     return trl_lopti.LoptiTrainer(
         policy,
-        lambda advantage, **columns: advantage,  # the reward function: see `sampled`
-        config,
+        lambda advantage, **columns: advantage,
+        GRPOConfig("runs/test_trl", **options),
         alpha=settings.alpha,
         eta=settings.eta,
         processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"prompt": "a puzzle"}]),
-        optimizers=(lopti.make_optimizer(policy, settings), None),
+        train_dataset=dataset,
+        eval_dataset=dataset,
+        optimizers=(new_optimizer(policy, settings), None),
+        rollout_func=rollout,
     )
 
 
-# ---- The bundled model, in one process and two
+def new_optimizer(policy, settings):
+    decay = settings.weight_decay
+    return torch.optim.AdamW(policy.parameters(), settings.learning_rate, weight_decay=decay)
 
 
-def compare(case, processes, accumulation=1):
-    """How far TRL's own training loop ends from golden.json, and its weights from lopti.py's."""
-    trainer = new_trainer(golden_model.settings_of(case), processes, accumulation)
-
-    def sampled(prompts, trainer):
-        """This process's share of the responses: of each mini-batch the same number of rows."""
-        shares = torch.arange(4).view(-1, processes, case["mini_batch_size"] // processes)
-        rows = shares[:, trainer.accelerator.process_index].flatten().tolist()
-        return {
-            "prompt_ids": [PAGE["prompt"]] * len(rows),
-            "completion_ids": [PAGE["responses"][row] for row in rows],
-            "logprobs": None,
-            "advantage": [PAGE["advantages"][row] for row in rows],  # for the reward function
-        }
-
-    trainer.rollout_func = sampled
-    steps = golden_model.recorded_steps(trainer.optimizer)
-    trainer.train()
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    found = golden_model.differences(case, steps, policy)
-    right = golden_model.flat_weights(golden_model.lopti_update(case)[0])
-    distance = (golden_model.flat_weights(policy) - right).norm()
-    return found | {"weights": float(distance / right.norm())}
+def flat_weights(policy):
+    return torch.cat([weight.detach().flatten() for weight in policy.parameters()])
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_updates_of_the_bundled_model(processes, tmp_path):
-    """N over processes and micro-batches, the passes in TRL's loop, the steps that are skipped."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", __file__, tmp_path / "table.json"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    for name, found in json.loads((tmp_path / "table.json").read_text()).items():
-        print(processes, name, {key: f"{value:.1e}" for key, value in found.items()})
-        assert golden_model.is_right(found) and found["weights"] < 1e-6
+# The loss of each pass ----------------------------------------------------------------------------
 
 
-def main(path):
-    torch.distributed.init_process_group("gloo")
-    processes = torch.distributed.get_world_size()
-    table = {case["name"]: compare(case, processes) for case in PAGE["cases"]}
-    if processes == 1:
-        [both] = [case for case in PAGE["cases"] if case["name"] == "both"]
-        table["both, two micro-batches"] = compare(both, processes, accumulation=2)
-    if torch.distributed.get_rank() == 0:
-        Path(path).write_text(json.dumps(table))
+def policy_logprobs(case):
+    """log π of the policy that is updated, of the one that sampled, of the reference: (B, T) each."""
+    names = ("new_logprobs", "old_logprobs", "ref_logprobs")
+    return [torch.tensor(case[name], dtype=torch.float64) for name in names]
 
 
-# ---- The small table
+def is_unclamped(case):
+    """Whether the KL is as TRL has it; lopti.py clamps it where the policies are far apart."""
+    new, _, ref = policy_logprobs(case)
+    return not case["kl_coef"] or (ref - new).abs().max() < 5
 
 
-def update(case, loss_type="dapo"):
-    """A golden rollout through TRL's own loss and the port's passes, in float64."""
-    settings = lopti.Settings(eta=case["eta"], device="cpu")
-    trainer = new_trainer(settings)
-    trainer.alpha = case["alpha"]
-    trainer.beta = case["kl_coef"]
-    trainer.epsilon_low = case["clip_low"]
-    trainer.epsilon_high = case["clip_high"]
-    trainer.args.delta = case["clip_dual"]
-    trainer.args.steps_per_generation = len(case["prompts"]) // case["mini_batch_size"]
-    trainer.loss_type = loss_type
+@pytest.mark.parametrize("case", filter(is_unclamped, GOLDEN["cases"]), **NAMES)
+def test_golden_losses_and_gradients_by_trls_own_loss(case):
+    """All three clips, both passes, and N of all response tokens."""
+    new, old, ref = policy_logprobs(case)
+    new.requires_grad_()
+    mask = torch.arange(new.shape[1]) < torch.tensor(case["lengths"])[:, None]
+    batch = {
+        "prompt_ids": torch.ones(len(new), 1).long(),
+        "prompt_mask": torch.ones(len(new), 1).long(),
+        "completion_ids": torch.ones(new.shape).long(),
+        "completion_mask": mask.long(),
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "advantages": torch.tensor(case["advantages"], dtype=torch.float64),
+    }
+    trainer = new_trainer(settings_of(case | {"mini_batch_size": case["group_size"]}))
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
-    table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
-    reference = torch.tensor(case["reference"], dtype=torch.float64)
-
-    def logprobs(ids, table):
-        every_logprob = (table[ids[:, :-1]] / case["temperature"]).log_softmax(-1)
-        return every_logprob.gather(-1, ids[:, 1:, None])[..., 0]
-
-    def scored(model, ids, *_, **options):
-        return logprobs(ids, table), torch.zeros(ids.shape[0], ids.shape[1] - 1), None
-
-    prompts = torch.tensor(case["prompts"])[:, None]
-    responses = [torch.tensor(response) for response in case["responses"]]
-    ids = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=-1)
-    rewards = torch.tensor(case["rewards"], dtype=torch.float64)
-    generated = {
-        "prompt_ids": prompts,
-        "prompt_mask": torch.ones_like(prompts),
-        "completion_ids": ids.clamp(min=0),
-        "completion_mask": (ids >= 0).long(),
-        "ref_per_token_logps": logprobs(torch.cat([prompts, ids.clamp(min=0)], 1), reference),
-        "advantages": lopti.group_advantages(rewards, case["group_size"]),
-    }
-    decay = case["weight_decay"]
-    optimizer = torch.optim.AdamW([table], case["learning_rate"], weight_decay=decay)
-    tables = []
+    scored = mock.Mock(return_value=(new, torch.zeros(new.shape), None))
+    generated = mock.Mock(return_value=batch)
     with (
         mock.patch.object(trainer, "_get_per_token_logps_and_entropies", scored),
-        mock.patch.object(
-            GRPOTrainer, "_generate_and_score_completions", lambda *_: dict(generated)
-        ),
+        mock.patch.object(GRPOTrainer, "_generate_and_score_completions", generated),
     ):
-        for _ in case["steps"]:
-            trainer._compute_loss(None, trainer._prepare_inputs(None)).backward()
-            norm = torch.nn.utils.clip_grad_norm_([table], case["max_grad_norm"])
-            trainer._get_grad_norm(optimizer, norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            tables.append(table.detach().clone())
-            trainer._step += 1
-    return tables
+        for step, name in enumerate(["low", "high"] if case["eta"] else ["all"]):
+            trainer._step = step
+            loss = trainer._compute_loss(None, trainer._prepare_inputs(None))
+            [gradient] = torch.autograd.grad(loss, new)
+            assert loss.item() == pytest.approx(case["passes"][name]["loss"], abs=1e-12)
+            right = torch.tensor(case["passes"][name]["gradient"], dtype=torch.float64)
+            torch.testing.assert_close(gradient, right, atol=1e-12, rtol=0)
 
 
-def test_golden_rollouts_through_trl():
-    """Right but for the clamps of the KL, which TRL does not have; then with another N."""
-    not_clamped = [
-        "fact 7, a choice: log π_ref − log π is not clamped at ±5",
-        "fact 7, a choice: the KL's estimate is not clamped at 10",
-    ]
-    assert check_port.check(update) == not_clamped
-    [own_tokens, *others] = check_port.check(lambda case: update(case, loss_type="bnpo"))
-    assert own_tokens.startswith("fact 3") and others == not_clamped
+# The whole update of the bundled model, in one process and in two ----------------------------------
 
 
-# ---- What is refused
+def updated_by_lopti(settings):
+    """The policy after a training step of lopti.py on the responses of golden.json."""
+    policy, tokenizer = lopti.load_model("", "cpu")
+    ids, mask, lengths = lopti.pack([MODEL["prompt"]] * 4, MODEL["responses"])
+    rollout = lopti.Rollout(ids, mask, lengths, truncated=torch.zeros(4).bool(), texts=[])
+    steps = {"sample": lambda *_: rollout, "compute_rewards": lambda *_: MODEL["rewards"]}
+    reference = copy.deepcopy(policy)
+    optimizer = new_optimizer(policy, settings)
+    with mock.patch.multiple(lopti, **steps):
+        lopti.training_step(policy, reference, optimizer, tokenizer, [{"prompt": ""}], settings)
+    return policy
 
 
-def test_settings_of_another_method_are_refused():
-    with pytest.raises(ValueError, match="needs GRPOConfig with num_iterations=2"):
-        new_trainer(lopti.Settings(eta=0.5), num_iterations=1)
+def compare(case, processes=1, accumulation=1):
+    """TRL's own loop on a case: the worst difference of a gradient norm, and that of the weights.
+
+    Both are relative: to golden.json's norm, and to the weights after the update of lopti.py.
+    """
+    mini_batch = case["mini_batch_size"]
+
+    def rollout(prompts, trainer):
+        """This process's share of the responses: of each mini-batch the same number of rows."""
+        rows = torch.arange(4).view(-1, processes, mini_batch // processes)
+        rows = rows[:, trainer.accelerator.process_index].flatten().tolist()
+        return {
+            "prompt_ids": [MODEL["prompt"]] * len(rows),
+            "completion_ids": [MODEL["responses"][row] for row in rows],
+            "logprobs": None,
+            "advantage": [MODEL["advantages"][row] for row in rows],  # for the reward function
+        }
+
+    settings = settings_of(MODEL | case)
+    changes = {
+        "max_steps": len(case["steps"]),
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": 4 // mini_batch * accumulation,
+        "per_device_train_batch_size": mini_batch // processes // accumulation,
+    }
+    trainer = new_trainer(settings, processes, rollout, **changes)
+    trainer.train()
+    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+    right_norms = [step["gradient_norm"] for step in case["steps"]]
+    differences = [abs(a - b) / max(b, 1e-9) for a, b in zip(norms, right_norms, strict=True)]
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    weights = flat_weights(policy)
+    right = flat_weights(updated_by_lopti(settings))
+    return max(differences), float((weights - right).norm() / right.norm())
 
 
-def test_a_trained_model_is_not_overwritten(tmp_path, monkeypatch, capsys):
-    (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(sys, "argv", ["trl_lopti.py", "--output", str(tmp_path)])
-    with pytest.raises(SystemExit) as stopped:
-        trl_lopti.main()
-    assert stopped.value.code == 2 and "choose another --output" in capsys.readouterr().err
+def check(found):
+    print({name: [f"{value:.1e}" for value in values] for name, values in found.items()})
+    for gradients, weights in found.values():
+        assert gradients < 1e-4 and weights < 1e-6
+
+
+@pytest.mark.parametrize("case", MODEL["cases"], **NAMES)
+def test_update_in_one_process(case):
+    found = {case["name"]: compare(case)}
+    if case["name"] == "both":
+        found["both, two micro-batches"] = compare(case, accumulation=2)
+    check(found)
+
+
+def test_updates_in_two_processes(tmp_path):
+    """N, and the decision to skip a step, over both of them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [__file__, tmp_path / "found.json"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    check(json.loads((tmp_path / "found.json").read_text()))
+
+
+def test_an_evaluation_has_plain_advantages():
+    """Neither Eq. 4 nor a split: the loss is −Σ Â/N over all response tokens."""
+    generated = {"advantage": MODEL["advantages"], "completion_ids": MODEL["responses"]}
+    generated |= {"prompt_ids": [MODEL["prompt"]] * 4, "logprobs": None}
+    settings = settings_of(MODEL | {"alpha": 0.3, "eta": 0.5, "mini_batch_size": 4})
+    trainer = new_trainer(
+        settings, rollout=lambda *_: generated, per_device_eval_batch_size=4, beta=0.0
+    )
+    lengths = torch.tensor([len(response) for response in MODEL["responses"]])
+    right = -(torch.tensor(MODEL["advantages"]) * lengths).sum() / lengths.sum()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(right.item(), abs=1e-5)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    torch.distributed.init_process_group("gloo")
+    table = {case["name"]: compare(case, processes=2) for case in MODEL["cases"]}
+    if torch.distributed.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(table))
