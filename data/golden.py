@@ -1,9 +1,9 @@
-"""Reference numbers for whoever ports lopti to another language or framework.
+"""Makes golden.json: numbers that a right port of the method must reproduce.
 
-    python data/golden.py     # computes the outputs in data/golden.json again
+    python data/golden.py     # computes the outputs in data/golden.json again, from its inputs
 
-golden.json has four lists of inputs and of the outputs that a right port gives for them. Nothing of
-lopti.py is used here: the tests check it against these numbers, as they would check a port.
+Nothing of lopti.py is used here: the tests hold lopti.py to these numbers as they would hold a
+port. golden.json has four parts.
 
 `cases`: one loss and its gradient, for each kind of pass. Inputs, of B responses of up to T tokens:
     name, group_size, rewards (B,), lengths (B,): what lies beyond a response's length is padding,
@@ -22,7 +22,8 @@ Outputs:
 `rollouts`: whole updates of a policy small enough to write down. Inputs, beside the settings above:
     table (V, V): row i holds the logits of the token after token i; reference: another such table
     prompts (B,), one token each; responses: a list of tokens each
-    mini_batch_size, in responses; temperature
+    mini_batch_size: responses of an optimizer step; micro_batch_size: responses of a forward and
+        backward pass, which must change nothing; temperature
     learning_rate, weight_decay, max_grad_norm of AdamW (betas .9 and .999, epsilon 1e-8)
 Outputs:
     old_logprobs, ref_logprobs, advantages (after Eq. 4) and low: a list for each response
@@ -36,10 +37,11 @@ Outputs:
     old_logprobs and entropies: a list for each response; advantages (4,): Â of Eq. 1
     cases, of which each has a name, alpha, eta and mini_batch_size, and of these come
         token_weights (the factor of Eq. 4) and low: a list for each response
-        steps: as above, with gradient_norm before it is clipped, and change_norm: the length of the
+        steps: as above, with gradient_norm before it is clipped, and change_norm: the norm of the
             step's change of all weights
-        change_norm: the length of the whole update's change
+        change_norm: the norm of the whole update's change
         new_logprobs: log π of the response tokens after the update
+        weights: {name of a parameter: its first entry after the update}
 They have eight digits, of which about six hold on another machine: transformers computes a part of
 a forward pass in float32.
 
@@ -51,16 +53,18 @@ a forward pass in float32.
     stapo_loss: the sum of -advantage over the tokens that STAPO keeps, divided by their number
 
 All but `model` is computed with plain Python floats (float64), one token at a time, straight from
-the equations; byte for byte the same, but for the last digit of another C library. Sums are
-math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were drawn at random until
-every clip and every fact of data/ports/README.md shows in some case.
+the equations. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were
+drawn at random until every clip and every fact of data/ports/README.md shows in some case.
 """
 
-import argparse
 import json
 import math
 from pathlib import Path
 from statistics import mean, stdev
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 CLIPS = ("low", "high", "dual")
 HERE = Path(__file__).resolve().parent
@@ -183,8 +187,8 @@ def solve_treatments(case):
         safe[i, t] = inside[chosen]
         safe_logprobs[i, t] = renormalised[sum(inside[:chosen])] if inside[chosen] else 0.0
         safe_entropies[i, t] = -math.fsum(math.exp(x) * x for x in renormalised)
-    unlikely = [token for token in tokens if math.exp(logprobs[token]) < case["stapo_tau"]]
-    spurious = [(i, t) for i, t in unlikely if case["advantages"][i] > 0]
+    low_probability = [token for token in tokens if math.exp(logprobs[token]) < case["stapo_tau"]]
+    spurious = [(i, t) for i, t in low_probability if case["advantages"][i] > 0]
     if spurious:
         tau_h = quantile([entropies[token] for token in spurious], case["stapo_quantile"])
         spurious = [token for token in spurious if entropies[token] < tau_h]
@@ -292,18 +296,12 @@ def digits(values):
 
 
 def load_policy():
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
 
 
-def score(policy, page, i):
+def logprobs_and_entropies(policy, page, i):
     """log π and entropy of the tokens of response i: two of (T,)."""
-    import torch
-
     response = page["responses"][i]
     ids = torch.tensor([page["prompt"] + response])
     logits = policy(ids).logits[0, len(page["prompt"]) - 1 : -1]  # each speaks of the next token
@@ -312,18 +310,20 @@ def score(policy, page, i):
     return logprobs, -(every_logprob.exp() * every_logprob).sum(-1)
 
 
-def score_all(policy, page):
-    """log π and entropies of all responses: two lists of (T,), without gradients."""
-    pairs = [score(policy, page, i) for i in range(len(page["responses"]))]
-    return [logprobs.detach() for logprobs, _ in pairs], [
-        entropies.detach() for _, entropies in pairs
-    ]
+@torch.no_grad()
+def of_all_responses(policy, page):
+    """log π and entropies of all responses: two lists of (T,)."""
+    all_logprobs = []
+    all_entropies = []
+    for i in range(len(page["responses"])):
+        logprobs, entropies = logprobs_and_entropies(policy, page, i)
+        all_logprobs.append(logprobs)
+        all_entropies.append(entropies)
+    return all_logprobs, all_entropies
 
 
 def token_losses(new, old, ref, advantages, page):
     """`token_terms` again, as torch differentiates it: the losses with KL (T,)."""
-    import torch
-
     ratio = (new - old).exp()
     inside = ratio.clamp(1 - page["clip_low"], 1 + page["clip_high"])
     losses = -torch.minimum(ratio * advantages, inside * advantages)
@@ -336,8 +336,6 @@ def token_losses(new, old, ref, advantages, page):
 
 def solve_model_case(case, page, old, advantages):
     """An update of the bundled model, by torch's own AdamW: the case with its outputs."""
-    import torch
-
     policy = load_policy()
     weights = list(policy.parameters())
     optimizer = torch.optim.AdamW(weights, page["learning_rate"], weight_decay=page["weight_decay"])
@@ -357,7 +355,7 @@ def solve_model_case(case, page, old, advantages):
             loss = 0.0
             for i in rows:
                 tokens = {"all": low[i] | True, "low": low[i], "high": ~low[i]}[name]
-                new, _ = score(policy, page, i)
+                new, _ = logprobs_and_entropies(policy, page, i)
                 # the reference is the first policy: its log-probabilities are the old ones
                 losses = token_losses(new, old[i], old[i], token_weights[i] * advantages[i], page)
                 loss = loss + losses[tokens].sum() / response_tokens
@@ -380,19 +378,20 @@ def solve_model_case(case, page, old, advantages):
                     "change_norm": float((all_weights() - before).norm()),
                 }
             )
-    new, _ = score_all(policy, page)
+    new, _ = of_all_responses(policy, page)
     return case | {
         "token_weights": [values.tolist() for values in token_weights],
         "low": [values.tolist() for values in low],
         "steps": steps,
         "change_norm": float((all_weights() - first_weights).norm()),
         "new_logprobs": [values.tolist() for values in new],
+        "weights": {name: float(w.detach().flatten()[0]) for name, w in policy.named_parameters()},
     }
 
 
 def solve_model(page):
     """The page of the bundled model with its outputs."""
-    old, entropies = score_all(load_policy(), page)
+    old, entropies = of_all_responses(load_policy(), page)
     advantages = group_advantages(page)
     cases = [solve_model_case(case, page, old, advantages) for case in page["cases"]]
     found = {
@@ -421,6 +420,4 @@ def main():
 
 
 if __name__ == "__main__":
-    look = argparse.RawDescriptionHelpFormatter
-    argparse.ArgumentParser(description=__doc__, formatter_class=look).parse_args()
     main()

@@ -1,0 +1,95 @@
+"""A right port, as short as PyTorch allows: what check_port.py takes at its three levels.
+
+    python data/ports/check_port.py example_port
+    python data/ports/check_port.py example_port:update
+    python data/ports/check_port.py --model example_port:update_model
+
+Put your own loss, passes and optimizer in the place of these.
+"""
+
+import torch
+
+
+def group_advantages(rewards, group_size):
+    groups = rewards.view(-1, group_size)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)
+    return advantages.flatten()
+
+
+def reweight_advantages(advantages, old_logprobs, alpha):
+    return (alpha * old_logprobs.exp() + 1 - alpha) * advantages
+
+
+def split_tokens(old_logprobs, mask, eta):
+    low = (old_logprobs.exp() < eta) & mask
+    return low, mask & ~low
+
+
+def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, mask, case):
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ratio.clamp(1 - case["clip_low"], 1 + case["clip_high"])
+    objective = torch.minimum(ratio * advantages, clipped * advantages)
+    bounded = torch.maximum(objective, case["clip_dual"] * advantages)
+    objective = torch.where(advantages < 0, bounded, objective)
+    difference = (ref_logprobs - logprobs).clamp(-5, 5)
+    kl = (difference.exp() - difference - 1).clamp(max=10)
+    return ((case["kl_coef"] * kl - objective) * update_mask).sum() / mask.sum()
+
+
+def run_passes(logprobs, ref, mask, parameters, optimizer, case):
+    """The passes over the mini-batches; `logprobs()` are the current ones (B, T).
+
+    Yields after each optimizer step.
+    """
+    old = logprobs().detach()
+    rewards = torch.tensor(case["rewards"], dtype=old.dtype)
+    advantages = group_advantages(rewards, case["group_size"])[:, None] * mask
+    advantages = reweight_advantages(advantages, old, case["alpha"])
+    passes = split_tokens(old, mask, case["eta"]) if case["eta"] else [mask]
+    for update_mask in passes:
+        for rows in torch.arange(len(mask)).split(case["mini_batch_size"]):
+            fixed = (old[rows], ref[rows], advantages[rows], update_mask[rows], mask[rows])
+            policy_loss(logprobs()[rows], *fixed, case).backward()
+            norm = torch.nn.utils.clip_grad_norm_(parameters, case["max_grad_norm"])
+            if norm > 0:
+                optimizer.step()
+            optimizer.zero_grad()
+            yield
+
+
+def padded(case):
+    responses = [torch.tensor(response) for response in case["responses"]]
+    ids = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=-1)  # (B, T)
+    return ids.clamp(min=0), ids >= 0
+
+
+def update(case):
+    """The update of a policy that is a table (V, V): the table after each optimizer step."""
+    ids, mask = padded(case)
+    before = torch.cat([torch.tensor(case["prompts"])[:, None], ids[:, :-1]], 1)
+
+    def logprobs(logits):
+        every_logprob = (logits[before] / case["temperature"]).log_softmax(-1)  # (B, T, V)
+        return every_logprob.gather(-1, ids[..., None])[..., 0]
+
+    table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor(case["reference"], dtype=torch.float64)
+    optimizer = torch.optim.AdamW([table], case["learning_rate"], weight_decay=case["weight_decay"])
+    steps = run_passes(lambda: logprobs(table), logprobs(reference), mask, [table], optimizer, case)
+    return [table.tolist() for _ in steps]
+
+
+def update_model(model, optimizer, case):
+    """The update of a causal language model, which is the reference, too."""
+    ids, mask = padded(case)
+    prompt = torch.tensor(case["prompt"]).expand(len(ids), -1)
+    rows = torch.cat([prompt, ids], 1)
+
+    def logprobs():
+        logits = model(rows).logits[:, len(case["prompt"]) - 1 : -1]  # of the token after each
+        every_logprob = (logits.float() / case["temperature"]).log_softmax(-1)
+        return every_logprob.gather(-1, ids[..., None])[..., 0]
+
+    ref = logprobs().detach()
+    for _ in run_passes(logprobs, ref, mask, list(model.parameters()), optimizer, case):
+        pass
