@@ -1,7 +1,7 @@
 """Checks the lecture: notebook.ipynb and lecture.py.
 
 python -m pytest -q data/lab/test_lecture.py                # the quick ones
-LOPTI_ALL=1 python -m pytest -q data/lab/test_lecture.py    # also the notebook, run
+LOPTI_ALL=1 python -m pytest -q data/lab/test_lecture.py    # also runs the notebook
 """
 
 import doctest
@@ -14,7 +14,7 @@ from pathlib import Path
 
 LAB = Path(__file__).resolve().parent
 ROOT = LAB.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "data" / "ports"), str(LAB)]
+sys.path[:0] = [str(ROOT), str(LAB)]
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub
 
 import pytest
@@ -23,87 +23,12 @@ import torch
 for package in ("matplotlib", "pandas", "IPython"):
     pytest.importorskip(package, reason="pip install -r data/lab/requirements.txt")
 
-import check_port
 import lecture
 
-slow = pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
-BOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
-CELLS = ["".join(cell["source"]) for cell in BOOK["cells"]]
+import lopti
 
-
-@slow
-def test_the_notebook_is_as_it_runs():
-    """Committed with outputs, in order; run once more: no error, and the same pictures."""
-    nbclient = pytest.importorskip("nbclient")
-    nbformat = pytest.importorskip("nbformat")
-    book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
-    code = [cell for cell in book.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
-    for cell in code:
-        for output in cell.outputs:
-            assert output.output_type != "error" and output.get("name") != "stderr"
-
-    def pictures():
-        return [sum("image/png" in output.get("data", {}) for output in c.outputs) for c in code]
-
-    committed = pictures()
-    place = {"metadata": {"path": str(ROOT)}}
-    nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
-    assert pictures() == committed and sum(committed) == 9
-
-
-def test_each_question_has_an_answer():
-    book = ""
-    for cell in BOOK["cells"]:
-        book += "".join(cell["source"]) + "\n"
-        for output in cell.get("outputs", ()):
-            book += "".join(output.get("data", {}).get("text/markdown", "")) + "\n"
-    questions = re.split("^## ", book, flags=re.MULTILINE)[1:]
-    assert len(questions) == 9 and questions[-1].startswith("Exercises")
-    for question in questions[:-1]:
-        assert "**Answer.** " in question, question[:40]
-
-
-def test_the_roadmap_marks_boxes(monkeypatch):
-    hero = (LAB / "results" / "hero.svg").read_text(encoding="utf-8")
-    assert tuple(re.findall('<g id="(.*?)"', hero)) == lecture.BOXES
-    drawn = []
-    monkeypatch.setattr(lecture, "display", lambda picture: drawn.append(picture.data))
-    lecture.roadmap("split", "pass1")
-    faint = re.findall('<g id="(.*?)" opacity', drawn[0])
-    faint += re.findall('<g opacity=".2" id="(.*?)"', drawn[0])
-    assert sorted(faint) == ["ar", "pass2", "sample", "score"]
-    for cell in CELLS:
-        if cell.startswith("lecture.roadmap("):
-            assert set(re.findall('"(.*?)"', cell)) <= set(lecture.BOXES)
-
-
-def test_a_package_that_is_missing_is_said_in_one_sentence(tmp_path, monkeypatch):
-    (tmp_path / "cell.py").write_text(CELLS[1], "utf-8")
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delitem(sys.modules, "lecture")
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(SystemExit, match="matplotlib.* is missing: pip install -r .*lab/req"):
-        runpy.run_path(tmp_path / "cell.py")
-
-
-def test_what_the_student_writes(tmp_path, capsys):
-    """The empty function is not right yet, the solution is, and slips in the split are seen."""
-
-    def said(text):
-        (tmp_path / "method.py").write_text(text, "utf-8")
-        lecture.check(runpy.run_path(tmp_path / "method.py")["method"])
-        return [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
-
-    book = "\n".join(CELLS)
-    empty = re.search(r"^def method.*?^    return.*?\n", book, re.DOTALL | re.MULTILINE)[0]
-    solution = re.search(r"```python\n(def method.*?)```", book, re.DOTALL)[1]
-    assert said(empty) == ["AR: not yet", "Lopti: not yet"]
-    assert said(solution) == ["AR: done", "Lopti: done"]
-    slips = (("pi < eta", "pi <= eta"), ("mask & ~low", "~low"), (" if eta else [mask]", ""))
-    for old, new in slips:
-        assert said(solution.replace(old, new)) == ["AR: done", "Lopti: not yet"]
-    assert said(solution.replace("+ 1 - alpha", "")) == ["AR: not yet", "Lopti: done"]
+NOTEBOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
+CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"]]
 
 
 def cell_that_begins(start):
@@ -111,33 +36,111 @@ def cell_that_begins(start):
     return cell
 
 
-def test_the_exercises_answers(tmp_path):
-    """The numbers of the solutions are right, those that stand in the cell are not."""
-    path = tmp_path / "exercises.py"
-    names = {"lopti": lecture.lopti, "torch": torch}
-    names["start"] = torch.tensor([0.80, 0.15, 0.05]).log()
+def run_text(text, path, **names):
+    path.write_text(text, encoding="utf-8")
+    return runpy.run_path(path, names)
+
+
+@pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
+def test_the_notebook_runs():
+    """Without an error, and with as many pictures as are committed."""
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
+    place = {"metadata": {"path": str(ROOT)}}
+    nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
+    for notebook in (book, NOTEBOOK):
+        assert json.dumps(notebook).count('"image/png"') == 8
+
+
+def test_each_section_says_what_follows():
+    text = "\n".join(CELLS)
+    for cell in NOTEBOOK["cells"]:
+        for output in cell.get("outputs", ()):
+            assert output["output_type"] != "error" and output.get("name") != "stderr"
+    sections = text.split("\n## ")[1:]
+    assert len(sections) == 9 and sections.pop().startswith("Exercises")
+    for section in sections:
+        assert "lecture.conclude(" in section or "**In short.** " in section, section[:40]
+
+
+def test_the_function_that_the_student_writes(tmp_path, capsys):
+    """The empty one is not right yet, the solution is, and slips are noticed."""
+
+    def states(text):
+        lecture.check(run_text(text, tmp_path / "method.py")["method"])
+        return [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+
+    empty = cell_that_begins("def method(").partition("\n\n\n")[0]
+    solution = (
+        cell_that_begins("<details><summary>Solution<").split("```")[1].removeprefix("python")
+    )
+    assert states(empty) == ["AR: not yet", "Lopti: not yet"]
+    assert states(solution) == ["AR: done", "Lopti: done"]
+    slips = (("pi < eta", "pi <= eta"), ("mask & ~low", "~low"), (" if eta else [mask]", ""))
+    for old, new in slips:
+        assert states(solution.replace(old, new)) == ["AR: done", "Lopti: not yet"]
+    assert states(solution.replace("+ 1 - alpha", "")) == ["AR: not yet", "Lopti: done"]
+
+
+def test_the_exercises_with_numbers(tmp_path):
+    """The solutions are right, the numbers that stand in the cell are not."""
+    text = cell_that_begins("a_fifth = ")
+    solved = text.replace("0.50", "1 / 3", 1).replace("0.10", "0.5", 1).replace("0.70", "0.64", 1)
+    start = torch.tensor([0.80, 0.15, 0.05]).log()
+    names = {"lopti": lopti, "torch": torch, "start": start}
     names["grid"] = torch.linspace(0.001, 1, 400)
-    for answers, right in (((0.50, 0.10, 0.70), False), ((1 / 3, 0.5, 0.64), True)):
-        text = cell_that_begins("a_fifth = ")
-        for there, answer in zip(("0.50", "0.10", "0.70"), answers, strict=True):
-            text = text.replace(there, str(answer), 1)
-        path.write_text(text, "utf-8")
-        done = runpy.run_path(path, names)["done"]
+    for cell, right in ((text, False), (solved, True)):
+        done = run_text(cell, tmp_path / "cell.py", **names)["done"]
         assert list(done.values()) == [right] * 3
 
 
-def test_the_exercises_port_has_one_silent_bug(tmp_path):
-    """Wrong only where a token crosses η, and right with the old policy's split."""
-    path = tmp_path / "port.py"
-    text = cell_that_begins("def port(").split("\n\n\n")[0]
-    path.write_text(text, "utf-8")
-    port = runpy.run_path(path, {"torch": torch})["port"]
-    assert check_port.check(port)
-    path.write_text(text.replace("logprobs.detach()", "old"), "utf-8")
-    mended = runpy.run_path(path, {"torch": torch})["port"]
-    assert check_port.check(mended) == []
+def test_the_port_of_the_exercise_has_one_silent_bug(tmp_path, capsys):
+    text = cell_that_begins("def port(").partition("\n\n\n")[0]
+    for port in (text, text.replace("logprobs.detach()", "old")):
+        lecture.check_update(run_text(port, tmp_path / "port.py", torch=torch)["port"])
+    lines = capsys.readouterr().out.splitlines()
+    wrong = lines[: len(lines) // 2]
+    assert {"GRPO: right", "AR: right", "Lopti: wrong from optimizer step 2 on"} <= set(wrong)
+    assert all(line.endswith(": right") for line in lines[len(wrong) :])
 
 
-def test_examples_in_docstrings():
-    result = doctest.testmod(lecture)
-    assert result.attempted and not result.failed
+def test_what_a_cell_shows(monkeypatch):
+    shown = []
+    monkeypatch.setattr(lecture, "display", lambda output: shown.append(output.data))
+    lecture.roadmap("split", "pass1")
+    assert re.findall('<g id="(.*?)" opacity=".2"', shown[0]) == ["sample", "score", "ar", "pass2"]
+    lecture.source(cell_that_begins, "[cell]", "start")
+    assert shown[1] == "[cell] = [cell for cell in CELLS if cell.startswith(start)]"
+    monkeypatch.setattr(lecture.plt, "show", lambda: shown.append("the pictures"))
+    lecture.conclude("It falls.")
+    assert shown[2:] == ["the pictures", "**In short.** It falls."]
+
+
+def test_the_gradient_norm_is_that_of_autograd_and_is_drawn_between_its_bounds():
+    logits = (3 * torch.randn(50, 7, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    ids = torch.arange(50) % 7
+    logprobs = logits.log_softmax(1).gather(1, ids[:, None])[:, 0]
+    (gradient,) = torch.autograd.grad(logprobs.sum(), logits)
+    norms = lecture.gradient_norm(logits.detach(), ids)
+    torch.testing.assert_close(norms, gradient.norm(dim=1))
+    assert doctest.testmod(lecture).failed == 0
+    lecture.bounds(logprobs.detach().exp(), norms, 7)
+    band, dots = lecture.plt.gca().collections
+    assert band.get_paths()[0].contains_points(dots.get_offsets(), radius=0.01).all()
+    assert len(dots.get_offsets()) == 50
+
+
+def test_bars_curves_and_the_clip():
+    lecture.token_sheet(["Say", "ok"], [0.1, 0.9], [1.2, 0.1], "Title")
+    heights = [patch.get_height() for patch in lecture.plt.gcf().axes[0].patches]
+    assert heights == [0.85, -1.2, 0.85, -0.1]
+    axis = lecture.bars({"": {"x": (-0.25, 0.08), "y": (0.5, 0.1)}}, {"x": "r", "y": "b"}, "", "")
+    assert [text.get_text() for text in axis.texts] == ["−0.25", "0.50"]
+    axis = lecture.curves({"Lopti": ([0, 1], [0.8, 0.7], {})}, "", "", "", [(0, 0.8, "A")])
+    assert list(axis.lines[0].get_ydata()) == [0.8, 0.7] and axis.texts[0].get_text() == "A"
+    lecture.clip_cases({"B": (2.22, 1)})
+    _, falls, _, rises = lecture.plt.gca().collections
+    assert falls.get_paths()[0].vertices[:, 0].min() == pytest.approx(0.8, abs=0.01)
+    assert rises.get_paths()[0].vertices[:, 0].max() == pytest.approx(1.24, abs=0.01)
+    lecture.plt.close("all")
