@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads sleep sooner
+
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
