@@ -3,14 +3,11 @@
     python data/check_model.py MODEL                  # a folder or a hub name
     python data/check_model.py MODEL --length 4096    # rows up to this many tokens
 
-Each token must come from the distribution that the loss takes its π from. Sampling reads prompts
-padded on the left and a cache, a row that has ended leaves the batch; the loss reads whole rows,
-padded on the right. Some models count positions differently in the two. This program samples three
-responses by `lopti.sample`: one to a short prompt with much padding, one whose row ends at
---length, and one that ends at once. It keeps the distribution of each token, of all tokens of the
-vocabulary, and scores the same rows by `lopti.token_logits`, both in float32.
-
-Exit code 0: the two agree to 1e-2 nats. 1: they do not. 2: there is no such model.
+The loss takes π from whole rows, padded on the right. Sampling reads a cache and prompts padded on
+the left, and a response that has ended leaves the batch. Some models give another π then. Here
+`lopti.sample` draws three responses: one that ends at once, one to a short prompt with much
+padding, one that ends near --length. `lopti.token_logits` scores them. All tokens of the vocabulary
+are compared, in float32. Exit code 0: equal to 1e-2 nats. 1: not equal. 2: there is no such model.
 """
 
 import argparse
@@ -29,8 +26,8 @@ SMALLEST = 1e-30  # of what is less likely the logarithm is not compared
 QUESTION = "Which of the inhabitants is a knight, and which is a knave? "
 
 
-def drawn_and_scored(model, tokenizer, length):
-    """π of all V tokens of the vocabulary at each of M sampled ones: as drawn, as scored, (M, V)."""
+def largest_difference(model, tokenizer, length):
+    """Between log π as drawn and as scored, in nats, over M sampled tokens and the vocabulary."""
     settings = lopti.Settings(max_new_tokens=lopti.STRETCH + 4)  # so that a second stretch begins
     end_ids = model.generation_config.eos_token_id
     drawn = {0: [], 1: [], 2: []}  # by row; row 0 ends at once and leaves the batch
@@ -56,16 +53,11 @@ def drawn_and_scored(model, tokenizer, length):
         rollout = lopti.sample(model, tokenizer, [QUESTION, QUESTION, long], 1, 1.0, settings)
         mask = rollout.response_mask
         scored = lopti.token_logits(model, rollout.ids, mask, 1.0).softmax(1)
-    counts = mask.sum(1).tolist()
-    rows = [torch.stack(drawn[row][: counts[row]]) for row in range(3)]
-    return torch.cat(rows), scored
-
-
-def difference(drawn, scored):
-    """The largest difference of log-probabilities, in nats: two of (M, V) → a number."""
-    drawn = drawn.clamp(min=SMALLEST).log()
-    scored = scored.clamp(min=SMALLEST).log()
-    return float((drawn - scored).abs().max())
+    rows = []  # a row that has ended is drawn on until it leaves, as padding
+    for row, count in enumerate(mask.sum(1).tolist()):
+        rows.append(torch.stack(drawn[row][:count]))
+    difference = torch.cat(rows).clamp(min=SMALLEST).log() - scored.clamp(min=SMALLEST).log()
+    return float(difference.abs().max())  # of (M, V)
 
 
 def end_tokens(name, model, tokenizer):
@@ -74,6 +66,8 @@ def end_tokens(name, model, tokenizer):
         of_config = GenerationConfig.from_pretrained(name).eos_token_id
     except OSError:  # the model has none: what its config says
         of_config = model.config.get_text_config().eos_token_id
+    if not isinstance(of_config, list):
+        of_config = [of_config]
     after = ""  # what the chat template writes after a response
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "RESPONSE"}]
@@ -84,8 +78,7 @@ def end_tokens(name, model, tokenizer):
         token = tokenizer.convert_ids_to_tokens(end_id)
         places = {
             "tokenizer": token == tokenizer.eos_token,
-            "generation config": end_id
-            in (of_config if isinstance(of_config, list) else [of_config]),
+            "generation config": end_id in of_config,
             "chat template": token in after,
         }
         found[token] = [place for place, says_so in places.items() if says_so]
@@ -93,16 +86,14 @@ def end_tokens(name, model, tokenizer):
 
 
 def main(words=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("model", help="folder or hub name")
     parser.add_argument("--length", type=int, default=656, help="tokens in a row (default: 656)")
     args = parser.parse_args(words)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model, tokenizer = lopti.load_model(
-            args.model, "cuda" if torch.cuda.is_available() else "cpu"
-        )
+        model, tokenizer = lopti.load_model(args.model, device)
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -110,10 +101,8 @@ def main(words=None):
     print(f"model type: {model.config.model_type}; longest position: {longest or 'not stated'}")
     for token, places in end_tokens(args.model, model, tokenizer).items():
         print(f"end token {token}: from {', '.join(places)}")
-    worst = difference(*drawn_and_scored(model, tokenizer, length))
-    found = (
-        f"log π as drawn and as scored differ by up to {worst:.1e} nats, rows up to {length} tokens"
-    )
+    worst = largest_difference(model, tokenizer, length)
+    found = f"log π as drawn and as scored differ by up to {worst:.1e} nats ({length} tokens)"
     if worst <= TOLERANCE:
         print(f"π is right: {found}.")
         return 0

@@ -23,10 +23,6 @@ import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")  # draws into files, no window
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas
@@ -34,6 +30,8 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
+
+NUMBERS = {"float_format": "{:.3f}".format, "na_rep": "–"}
 
 
 def run_folder(settings, output):
@@ -97,29 +95,20 @@ def paired_differences(runs, names, against):
         for first, second in pairs:
             differences = (accuracy[first] - accuracy[second]).dropna()
             mean, half = interval(differences)
-            row = rows.setdefault(f"{first} − {second}", {})
+            row = rows.setdefault(f"{first} minus {second}", {})
             row |= {"seeds": len(differences), column: mean, f"{column} ±": half}
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
-def cell(mean, half):
-    """+0.020 ± 0.025, with a star where the interval excludes 0; – where nothing has finished."""
-    text = f"{mean:+.3f} ± {half:.3f}" + ("*" if abs(mean) > half else " ")
-    return text.replace(" ± nan", "        ").replace("+nan", "–")
-
-
-def print_tables(runs, differences, names, measure):
-    """The accuracy of each list of flags, and the paired differences."""
-    print("\nAccuracy; training: averaged over all steps but the first; held out:", measure)
+def text_of(runs, differences, names, measure):
+    """What is printed: the accuracy of each list of flags, and the paired differences."""
     means = runs.groupby("flags").agg({"seed": "count", "training": "mean", "held out": "mean"})
-    print(means.reindex(names).rename_axis(None).to_string(float_format="{:.3f}".format))
-    print("\nDifferences for the same seeds, with 95 % intervals; *: the interval excludes 0,")
-    print("as one of twenty does where there is no difference at all")
-    shown = differences[["seeds"]].copy()
-    for column in ("training", "held out"):
-        pairs = zip(differences[column], differences[f"{column} ±"])
-        shown[column] = [cell(mean, half) for mean, half in pairs]
-    print(shown.to_string())
+    means = means.reindex([name for name in names if name in means.index])
+    parts = [f"Accuracy (training: mean over all steps but the first; held out: {measure})"]
+    parts.append(means.rename_axis(None).rename(columns={"seed": "seeds"}).to_string(**NUMBERS))
+    parts.append("\nDifferences for the same seeds (±: half of a 95 % interval)")
+    parts.append(differences.to_string(**NUMBERS))
+    return "\n".join(parts)
 
 
 def plot(path, differences, measure):
@@ -151,25 +140,17 @@ def seed_range(text):
 def main(words=None):
     words = sys.argv[1:] if words is None else words
     end = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--seeds", type=seed_range, required=True, help="0-4, or one seed")
-    parser.add_argument(
-        "--against", type=int, nargs="+", default=[1], help="compare with list 1, 2"
-    )
-    parser.add_argument(
-        "--table-only", action="store_true", help="of what has finished: no training"
-    )
+    parser.add_argument("--against", type=int, nargs="+", default=[1], help="list 1, 2 and so on")
+    parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="%(default)s")
     args, lists = parser.parse_known_args(words[:end])
     names = [flags or "GRPO" for flags in lists]
-    if len(set(names)) < max(2, len(names)) or not {*args.against} <= {*range(1, len(names) + 1)}:
-        parser.error(
-            "give two or more lists of flags, all different; --against takes their numbers"
-        )
+    numbers = range(1, len(names) + 1)
+    if len(names) < 2 or len(names) > len(set(names)) or not set(args.against) <= set(numbers):
+        parser.error("give two or more lists of flags, all different; --against has their numbers")
     try:
         methods = [lopti.parse_arguments(words[end + 1 :] + shlex.split(flags)) for flags in lists]
         ks = {settings.eval_samples for settings in methods}
@@ -188,9 +169,11 @@ def main(words=None):
             raise lopti.UserError(f"no run of these has finished in {args.output}")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
+    except KeyboardInterrupt:
+        parser.exit(130, "\nThe same command goes on from here.\n")
     runs = pandas.DataFrame(rows)
     differences = paired_differences(runs, names, args.against)
-    print_tables(runs, differences, names, measure)
+    print(text_of(runs, differences, names, measure))
     plot(args.output / "differences.png", differences, measure)
     print(f"\nThe plot is {args.output / 'differences.png'}.")
 

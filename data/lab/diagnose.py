@@ -17,10 +17,6 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("agg")  # draws into files, no window
-
 import matplotlib.pyplot as plt
 import numpy as np
 import torch
@@ -39,7 +35,7 @@ PAPER_NORMS = (0.88, 0.44, 0.29, 0.18)  # Fig. 1d: .72 .36 .24 .15, divided by .
 def measure(policy, tokenizer, examples, batches, settings):
     """Returns (batches, 4) numbers of tokens, (batches, 5) gradient norms: four bins, all tokens.
 
-    A norm is the mean over the mini-batches of a rollout batch, of all weights.
+    A norm is over all weights, and the mean over the mini-batches of a rollout batch.
     """
     settings = replace(settings, eta=0.0, order="low-high", passes=1, kl_coef=0.0)
     no_step = torch.optim.SGD(policy.parameters(), lr=0.0)
@@ -49,21 +45,16 @@ def measure(policy, tokenizer, examples, batches, settings):
     norms = []
     for _ in tqdm(range(batches), "rollout batches", disable=None):
         batch = next(prompts)
-        rollout, updates = lopti.training_step(policy, None, no_step, tokenizer, batch, settings)
+        rollout, passes = lopti.training_step(policy, None, no_step, tokenizer, batch, settings)
         pi = rollout.old_logprobs.exp()
-        tokens.append([])
-        norms.append([])
+        masks = []
         for low, high in pairwise(EDGES):
-            mask = rollout.response_mask & (pi >= low) & (pi < high)
-            tokens[-1].append(int(mask.sum()))
-            norms[-1].append(mean_norm(lopti.update(policy, no_step, rollout, mask, settings)))
-        norms[-1].append(mean_norm(updates[0]))  # the step's one pass, on all tokens
+            masks.append(rollout.response_mask & (pi >= low) & (pi < high))
+            passes.append(lopti.update(policy, no_step, rollout, masks[-1], settings))
+        tokens.append([int(mask.sum()) for mask in masks])
+        of_all, *of_bins = [np.mean([result["grad_norm"] for result in each]) for each in passes]
+        norms.append([*of_bins, of_all])
     return np.array(tokens), np.array(norms)
-
-
-def mean_norm(results):
-    """The mean gradient norm over what `lopti.update` returned for the mini-batches of a pass."""
-    return np.mean([result["grad_norm"] for result in results])
 
 
 def ratio(above, below):
@@ -82,37 +73,30 @@ def ratio(above, below):
 
 
 def summarize(tokens, norms):
-    """Shares of the tokens, gradient norms (all tokens: 1), and how many times as large the norm of
-    π < .25 is as that of π ≥ .75. Each number with half of its interval: (4, 2), (4, 2), (2,)."""
+    """Each number with half of its interval: shares of the tokens (4, 2), gradient norms where that
+    of all tokens is 1 (4, 2), and how many times as large π < .25 has it as π ≥ .75 (2,)."""
     shares = np.array([ratio(tokens[:, place], tokens.sum(1)) for place in range(4)])
     relative = np.array([ratio(norms[:, place], norms[:, 4]) for place in range(4)])
     return shares, relative, ratio(norms[:, 0], norms[:, 3])
 
 
+def message(shares, times):
+    """What table and plot say."""
+    text = "Tokens with π < .25 are {:.0%} of all. Their gradient norm is {:.1f} ± {:.1f} times as "
+    text = text.format(shares[0, 0], *times) + "large as that of π ≥ .75"
+    return text + (" (not significant)." if abs(times[0] - 1) <= times[1] else ".")
+
+
 def table(shares, norms, times):
     """All that is printed: two rows, each above the paper's, and a sentence."""
-    lines = [f"{'tokens with':<30}" + "".join(f"{name:>15}" for name in BINS)]
-    for label, values, of_paper in (
+    lines = [f"{'tokens with':<30}" + "".join(f"{name:>14}" for name in BINS)]
+    for label, values, paper in (
         ("share of the tokens", shares, PAPER_SHARES),
         ("gradient norm (all tokens: 1)", norms, PAPER_NORMS),
     ):
-        lines.append(
-            f"{label:<30}" + "".join(f"{mean:>8.2f} ± {half:.2f}" for mean, half in values)
-        )
-        lines.append(
-            f"{'  the paper, 7B model':<30}" + "".join(f"{x:>8.2f}       " for x in of_paper)
-        )
-    return "\n".join(lines) + "\n\n" + message(shares, times) + " In the paper: 4.8 times."
-
-
-def message(shares, times):
-    """What table and plot say, as one sentence."""
-    value, half = times
-    text = f"Tokens with π < .25 are {shares[0, 0]:.0%} of all. Their gradient norm is "
-    text += f"{value:.1f} ± {half:.1f} times as large as that of π ≥ .75"
-    if abs(value - 1) <= half:
-        text += " (not significant)"
-    return text + "."
+        lines.append(f"{label:<30}" + "".join(f"{mean:7.2f} ± {half:.2f}" for mean, half in values))
+        lines.append(f"{'  the paper, 7B model':<30}" + "".join(f"{x:7.2f}{'':7}" for x in paper))
+    return "\n".join([*lines, "", message(shares, times) + " In the paper it is 4.8 times."])
 
 
 def plot(path, shares, norms, times):
@@ -136,11 +120,8 @@ def plot(path, shares, norms, times):
 
 
 def main(words=None):
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--batches", type=int, default=20, help="rollout batches, 2 or more")
     parser.add_argument("--plot", type=Path, default=Path("runs/diagnose.png"), help="its file")
     args, flags = parser.parse_known_args(words)
@@ -150,9 +131,11 @@ def main(words=None):
             raise lopti.UserError("--batches must be 2 or more; instead of --resume give --model")
         device = settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
         policy, tokenizer = lopti.load_model(settings.model, device)
+        if settings.gradient_checkpointing:
+            lopti.checkpoint_layers(policy)
         examples, _ = lopti.load_data(settings, tokenizer)
         tokens, norms = measure(policy, tokenizer, examples, args.batches, settings)
-        if not norms.all():
+        if not norms.sum(0).all():
             raise lopti.UserError(
                 "a gradient is 0: no group has unequal rewards, or a bin no token"
             )
