@@ -12,13 +12,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "data" / "ports")]
-import lopti
-
-pytest.importorskip("trl", reason="the port to TRL is tested where trl is installed")
 FOUND = f"transformers=={version('transformers')}"
 if FOUND not in (ROOT / "requirements.txt").read_text().split():
     reason = f"the port to TRL is for the transformers of requirements.txt, and here is {FOUND}"
     pytest.skip(reason, allow_module_level=True)
+import lopti
+
+pytest.importorskip("trl", reason="the port to TRL is tested where trl is installed")
 
 import check_port
 import torch
