@@ -133,6 +133,7 @@ def test_no_mistake_is_taken_for_another(mistake):
     assert found == (mistake,)
 
 
+@slow
 def test_check_port_names_two_mistakes(capsys):
     source = EXAMPLE.replace(
         "reweight_advantages(advantages, old,", "reweight_advantages(advantages, ref,"
