@@ -1016,6 +1016,7 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
     tokenizer.pad_token = None
     save_both(random_model("GPT2").bfloat16(), tokenizer, tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setattr(lopti, "TRIED", ["llama"])
     model, tokenizer = lopti.load_model(tmp_path, "cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert weights(model).dtype == torch.float32
