@@ -55,6 +55,7 @@ a forward pass in float32.
 All but `model` is computed with plain Python floats (float64), one token at a time, straight from
 the equations. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were
 drawn at random until every clip and every fact of data/ports/README.md shows in some case.
+A token is named here by its place (i, t): row and position.
 """
 
 import json
@@ -68,6 +69,17 @@ from transformers.utils import logging
 
 CLIPS = ("low", "high", "dual")
 HERE = Path(__file__).resolve().parent
+OUTPUTS = {
+    "cases": "advantages reweighted_advantages low passes",
+    "rollouts": "old_logprobs ref_logprobs advantages low steps",
+    "model": "old_logprobs entropies advantages token_weights low steps change_norm new_logprobs "
+    "weights",
+    "treatments": "reinforce_pp_advantages logprobs entropies safe_logprobs safe_entropies safe "
+    "stapo_kept top_kept stapo_loss",
+}
+
+
+# Parts of the equations ---------------------------------------------------------------------------
 
 
 def clamp(value, low, high):
@@ -88,72 +100,35 @@ def token_terms(new, old, ref, advantage, case):
         loss = -case["clip_dual"] * advantage
         clipped = "dual"
     derivative = 0.0 if clipped else -ratio * advantage
+    if not case["kl_coef"]:
+        return loss, 0.0, clipped, derivative
 
     difference = clamp(ref - new, -5, 5)
     estimate = math.exp(difference) - difference - 1
-    kl = clamp(estimate, -10, 10)
-    if case["kl_coef"] and abs(ref - new) < 5 and estimate < 10:
+    if abs(ref - new) < 5 and estimate < 10:
         derivative += case["kl_coef"] * (1 - math.exp(difference))
-    return loss, kl if case["kl_coef"] else 0.0, clipped, derivative
+    return loss, clamp(estimate, -10, 10), clipped, derivative
 
 
 def group_advantages(case):
-    size = case["group_size"]
     advantages = []
-    for start in range(0, len(case["rewards"]), size):
-        group = case["rewards"][start : start + size]
+    for start in range(0, len(case["rewards"]), case["group_size"]):
+        group = case["rewards"][start : start + case["group_size"]]
         # equal rewards: every advantage is 0
         scale = math.inf if len(set(group)) == 1 else stdev(group) + 1e-6
-        advantages += [(reward - mean(group)) / scale for reward in group]
+        for reward in group:
+            advantages.append((reward - mean(group)) / scale)
     return advantages
-
-
-def tokens_of(case):
-    """(row, position) of every response token."""
-    return [(i, t) for i, length in enumerate(case["lengths"]) for t in range(length)]
-
-
-def spread_out(values, like, empty=0.0):
-    """{(row, position): value} in rows as long as those of `like`."""
-    return [[values.get((i, t), empty) for t in range(len(row))] for i, row in enumerate(like)]
-
-
-def solve(case):
-    """The case with its outputs."""
-    tokens = tokens_of(case)
-    advantages = group_advantages(case)
-    alpha = case["alpha"]
-    pi = {(i, t): math.exp(case["old_logprobs"][i][t]) for i, t in tokens}
-    reweighted = {(i, t): (alpha * p + 1 - alpha) * advantages[i] for (i, t), p in pi.items()}
-    low = {token: p < case["eta"] for token, p in pi.items()}
-    like = case["old_logprobs"]
-    found = {"advantages": advantages}
-    found["reweighted_advantages"] = spread_out(reweighted, like)
-    found["low"] = spread_out(low, like, False)
-    found["passes"] = {}
-    for name, wanted in {"all": (True, False), "low": (True,), "high": (False,)}.items():
-        terms = {}
-        for i, t in (token for token in tokens if low[token] in wanted):
-            logprobs = [case[f"{policy}_logprobs"][i][t] for policy in ("new", "old", "ref")]
-            terms[i, t] = token_terms(*logprobs, reweighted[i, t], case)
-        policy_loss = math.fsum(loss for loss, _, _, _ in terms.values()) / len(tokens)
-        kl = math.fsum(kl for _, kl, _, _ in terms.values()) / len(tokens)
-        clipped = [clip for _, _, clip, _ in terms.values()]
-        gradient = {token: derivative / len(tokens) for token, (*_, derivative) in terms.items()}
-        found["passes"][name] = {
-            "loss": policy_loss + case["kl_coef"] * kl,
-            "policy_loss": policy_loss,
-            "kl": kl,
-            **{f"clip_{kind}_share": clipped.count(kind) / len(tokens) for kind in CLIPS},
-            "gradient": spread_out(gradient, like),
-        }
-    return case | found
 
 
 def log_softmax(logits):
     top = max(logits)
     normalizer = top + math.log(math.fsum(math.exp(x - top) for x in logits))
     return [x - normalizer for x in logits]
+
+
+def entropy(logprobs):
+    return -math.fsum(math.exp(x) * x for x in logprobs)
 
 
 def quantile(values, q):
@@ -165,49 +140,89 @@ def quantile(values, q):
     return values[below] + (position - below) * (values[above] - values[below])
 
 
-def solve_treatments(case):
-    """The case with its outputs."""
-    tokens = tokens_of(case)
-    rewards = [case["rewards"][i] for i, _ in tokens]
-    center, scale = mean(rewards), math.sqrt(stdev(rewards) ** 2 + 1e-8)
-    whitened = {token: (case["rewards"][token[0]] - center) / scale for token in tokens}
-    logprobs = {}
-    entropies = {}
-    safe_logprobs = {}
-    safe_entropies = {}
-    safe = {}
-    for i, t in tokens:
-        tempered = [x / case["temperature"] for x in case["logits"][i][t]]
-        every = log_softmax(tempered)
-        chosen = case["ids"][i][t]
-        logprobs[i, t] = every[chosen]
-        entropies[i, t] = -math.fsum(math.exp(x) * x for x in every)
-        inside = [math.exp(x) >= case["min_p"] * math.exp(max(every)) for x in every]
-        renormalised = log_softmax([x for x, kept in zip(tempered, inside) if kept])
-        safe[i, t] = inside[chosen]
-        safe_logprobs[i, t] = renormalised[sum(inside[:chosen])] if inside[chosen] else 0.0
-        safe_entropies[i, t] = -math.fsum(math.exp(x) * x for x in renormalised)
-    low_probability = [token for token in tokens if math.exp(logprobs[token]) < case["stapo_tau"]]
-    spurious = [(i, t) for i, t in low_probability if case["advantages"][i] > 0]
-    if spurious:
-        tau_h = quantile([entropies[token] for token in spurious], case["stapo_quantile"])
-        spurious = [token for token in spurious if entropies[token] < tau_h]
-    stapo_kept = {token: token not in spurious for token in tokens}
-    ranked = sorted(tokens, key=lambda token: -entropies[token])
-    top = set(ranked[: round(case["rho"] * len(tokens))])
-    loss = math.fsum(-case["advantages"][i] for i, t in tokens if stapo_kept[i, t])
-    numbers = {
-        "reinforce_pp_advantages": whitened,
-        "logprobs": logprobs,
-        "entropies": entropies,
-        "safe_logprobs": safe_logprobs,
-        "safe_entropies": safe_entropies,
+def by_token(rows, lengths):
+    """Rows as {(i, t): value}, without their padding."""
+    return {(i, t): rows[i][t] for i, length in enumerate(lengths) for t in range(length)}
+
+
+def by_row(values, like, empty=0.0):
+    """{(i, t): value} as rows, which are as long as those of `like`."""
+    return [[values.get((i, t), empty) for t in range(len(row))] for i, row in enumerate(like)]
+
+
+def reweight_and_split(case, old, advantages):
+    """Â after Eq. 4, and whether π_old < η, of every token."""
+    reweighted = {}
+    low = {}
+    for (i, t), logprob in old.items():
+        pi = math.exp(logprob)
+        reweighted[i, t] = (case["alpha"] * pi + 1 - case["alpha"]) * advantages[i]
+        low[i, t] = pi < case["eta"]
+    return reweighted, low
+
+
+def tokens_of_pass(name, tokens, low):
+    return [token for token in tokens if name == "all" or low[token] == (name == "low")]
+
+
+def solve_pass(case, updated, new, old, ref, advantages, normalizer):
+    """The loss of the tokens that a pass updates, and its derivative by log π of each of them."""
+    losses = []
+    kls = []
+    clips = []
+    derivatives = {}
+    for token in updated:
+        loss, kl, clip, derivative = token_terms(
+            new[token], old[token], ref[token], advantages[token], case
+        )
+        losses.append(loss)
+        kls.append(kl)
+        clips.append(clip)
+        derivatives[token] = derivative / normalizer
+    policy_loss = math.fsum(losses) / normalizer
+    kl = math.fsum(kls) / normalizer
+    found = {"loss": policy_loss + case["kl_coef"] * kl, "policy_loss": policy_loss, "kl": kl}
+    for name in CLIPS:
+        found[f"clip_{name}_share"] = clips.count(name) / normalizer
+    return found, derivatives
+
+
+def mini_batches(case, low):
+    """Of each pass and mini-batch what golden.json says about it, and the tokens to update."""
+    for name in ("low", "high") if case["eta"] else ("all",):
+        for start in range(0, len(case["responses"]), case["mini_batch_size"]):
+            rows = range(start, start + case["mini_batch_size"])
+            tokens = [(i, t) for i, t in low if i in rows]
+            updated = tokens_of_pass(name, tokens, low)
+            step = {"pass": name, "first_row": start}
+            step |= {"response_tokens": len(tokens), "updated_tokens": len(updated)}
+            yield step, updated
+
+
+# cases --------------------------------------------------------------------------------------------
+
+
+def solve_case(case):
+    lengths = case["lengths"]
+    new = by_token(case["new_logprobs"], lengths)
+    old = by_token(case["old_logprobs"], lengths)
+    ref = by_token(case["ref_logprobs"], lengths)
+    advantages = group_advantages(case)
+    reweighted, low = reweight_and_split(case, old, advantages)
+    passes = {}
+    for name in ("all", "low", "high"):
+        updated = tokens_of_pass(name, old, low)
+        found, derivatives = solve_pass(case, updated, new, old, ref, reweighted, len(old))
+        passes[name] = found | {"gradient": by_row(derivatives, case["old_logprobs"])}
+    return {
+        "advantages": advantages,
+        "reweighted_advantages": by_row(reweighted, case["old_logprobs"]),
+        "low": by_row(low, case["old_logprobs"], False),
+        "passes": passes,
     }
-    chosen = {"safe": safe, "stapo_kept": stapo_kept}
-    chosen["top_kept"] = {token: token in top for token in tokens}
-    found = {name: spread_out(values, case["ids"]) for name, values in numbers.items()}
-    found |= {name: spread_out(values, case["ids"], False) for name, values in chosen.items()}
-    return case | found | {"stapo_loss": loss / sum(stapo_kept.values())}
+
+
+# rollouts -----------------------------------------------------------------------------------------
 
 
 class AdamW:
@@ -235,64 +250,116 @@ class AdamW:
                 self.table[i][j] -= rate * first / (math.sqrt(second) + 1e-8)
 
 
+def token_before(case, i, t):
+    return case["responses"][i][t - 1] if t else case["prompts"][i]
+
+
+def distribution(table, case, i, t):
+    """log π of every token that may stand at (i, t)."""
+    return log_softmax([x / case["temperature"] for x in table[token_before(case, i, t)]])
+
+
+def logprobs_of_table(table, case):
+    found = {}
+    for i, response in enumerate(case["responses"]):
+        for t, token in enumerate(response):
+            found[i, t] = distribution(table, case, i, t)[token]
+    return found
+
+
+def gradient_of_table(table, case, derivatives):
+    """From the derivatives by log π of tokens that by the table (V, V): the chain rule."""
+    gradient = [[0.0] * len(row) for row in table]
+    for (i, t), derivative in derivatives.items():
+        for k, logprob in enumerate(distribution(table, case, i, t)):
+            slope = ((k == case["responses"][i][t]) - math.exp(logprob)) / case["temperature"]
+            gradient[token_before(case, i, t)][k] += derivative * slope
+    return gradient
+
+
 def solve_rollout(case):
-    """The case with its outputs."""
     responses = case["responses"]
-    size = case["mini_batch_size"]
-
-    def distribution(table, i, t):
-        """log π of every token at position t of response i, and the token before it."""
-        before = responses[i][t - 1] if t else case["prompts"][i]
-        return log_softmax([logit / case["temperature"] for logit in table[before]]), before
-
-    def logprobs(table):
-        return [
-            [distribution(table, i, t)[0][token] for t, token in enumerate(response)]
-            for i, response in enumerate(responses)
-        ]
-
-    old = logprobs(case["table"])
-    ref = logprobs(case["reference"])
-    advantages = [
-        [(case["alpha"] * math.exp(x) + 1 - case["alpha"]) * advantage for x in row]
-        for row, advantage in zip(old, group_advantages(case))
-    ]
-    low = [[math.exp(x) < case["eta"] for x in row] for row in old]
     table = [list(row) for row in case["table"]]
-    steps = []
+    old = logprobs_of_table(table, case)
+    ref = logprobs_of_table(case["reference"], case)
+    advantages, low = reweight_and_split(case, old, group_advantages(case))
     optimizer = AdamW(table, case)
-    for name in ("low", "high") if case["eta"] else ("all",):
-        for start in range(0, len(responses), size):
-            every = [(i, t) for i in range(start, start + size) for t in range(len(responses[i]))]
-            tokens = [(i, t) for i, t in every if name == "all" or low[i][t] == (name == "low")]
-            loss = 0.0
-            gradient = [[0.0] * len(row) for row in table]
-            for i, t in tokens:
-                every_logprob, before = distribution(table, i, t)
-                policy_loss, kl, _, derivative = token_terms(
-                    every_logprob[responses[i][t]], old[i][t], ref[i][t], advantages[i][t], case
-                )
-                loss += (policy_loss + case["kl_coef"] * kl) / len(every)
-                for k, logprob in enumerate(every_logprob):
-                    slope = ((k == responses[i][t]) - math.exp(logprob)) / case["temperature"]
-                    gradient[before][k] += derivative * slope / len(every)
-            skipped = not any(slope for row in gradient for slope in row)
-            if not skipped:
-                optimizer.step(gradient)
-            step = {"pass": name, "first_row": start, "response_tokens": len(every)}
-            step |= {"updated_tokens": len(tokens), "skipped": skipped, "loss": loss}
-            steps.append(step | {"gradient": gradient, "table": [list(row) for row in table]})
-    found = {"old_logprobs": old, "ref_logprobs": ref, "advantages": advantages}
-    return case | found | {"low": low, "steps": steps}
+    steps = []
+    for step, updated in mini_batches(case, low):
+        new = logprobs_of_table(table, case)
+        normalizer = step["response_tokens"]
+        found, derivatives = solve_pass(case, updated, new, old, ref, advantages, normalizer)
+        gradient = gradient_of_table(table, case, derivatives)
+        skipped = not any(slope for row in gradient for slope in row)
+        if not skipped:
+            optimizer.step(gradient)
+        step |= {"skipped": skipped, "loss": found["loss"], "gradient": gradient}
+        steps.append(step | {"table": [list(row) for row in table]})
+    return {
+        "old_logprobs": by_row(old, responses),
+        "ref_logprobs": by_row(ref, responses),
+        "advantages": by_row(advantages, responses),
+        "low": by_row(low, responses),
+        "steps": steps,
+    }
 
 
-def digits(values):
-    """Numbers of the model with eight digits; lists and dictionaries of them too."""
-    if isinstance(values, dict):
-        return {name: digits(value) for name, value in values.items()}
-    if isinstance(values, list):
-        return [digits(value) for value in values]
-    return float(f"{values:.8g}") if isinstance(values, float) else values
+# treatments ---------------------------------------------------------------------------------------
+
+
+def solve_treatments(case):
+    tokens = list(by_token(case["ids"], case["lengths"]))
+    rewards = [case["rewards"][i] for i, _ in tokens]
+    scale = math.sqrt(stdev(rewards) ** 2 + 1e-8)
+    names = OUTPUTS["treatments"].split()
+    found = {name: {} for name in names[:-1]}  # of each token
+    for i, t in tokens:
+        found["reinforce_pp_advantages"][i, t] = (case["rewards"][i] - mean(rewards)) / scale
+        token = case["ids"][i][t]
+        tempered = [x / case["temperature"] for x in case["logits"][i][t]]
+        logprobs = log_softmax(tempered)
+        found["logprobs"][i, t] = logprobs[token]
+        found["entropies"][i, t] = entropy(logprobs)
+        bound = case["min_p"] * math.exp(max(logprobs))
+        safe = [k for k, logprob in enumerate(logprobs) if math.exp(logprob) >= bound]
+        safe_logprobs = log_softmax([tempered[k] for k in safe])
+        found["safe"][i, t] = token in safe
+        found["safe_logprobs"][i, t] = safe_logprobs[safe.index(token)] if token in safe else 0.0
+        found["safe_entropies"][i, t] = entropy(safe_logprobs)
+    entropies = found["entropies"]
+    spurious = spurious_tokens(case, tokens, found["logprobs"], entropies)
+    by_entropy = sorted(tokens, key=entropies.get, reverse=True)
+    top = by_entropy[: round(case["rho"] * len(tokens))]
+    losses = []
+    for i, t in tokens:
+        found["stapo_kept"][i, t] = (i, t) not in spurious
+        found["top_kept"][i, t] = (i, t) in top
+        if (i, t) not in spurious:
+            losses.append(-case["advantages"][i])
+    rows = {}
+    for name, values in found.items():
+        is_mask = name in ("safe", "stapo_kept", "top_kept")
+        rows[name] = by_row(values, case["ids"], False if is_mask else 0.0)
+    return rows | {"stapo_loss": math.fsum(losses) / len(losses)}
+
+
+def spurious_tokens(case, tokens, logprobs, entropies):
+    """What STAPO leaves out: Â > 0, π < τ, and an entropy below a quantile of such tokens'."""
+    candidates = []
+    for i, t in tokens:
+        if case["advantages"][i] > 0 and math.exp(logprobs[i, t]) < case["stapo_tau"]:
+            candidates.append((i, t))
+    if not candidates:
+        return []
+    bound = quantile([entropies[token] for token in candidates], case["stapo_quantile"])
+    return [token for token in candidates if entropies[token] < bound]
+
+
+# model --------------------------------------------------------------------------------------------
+
+
+def eight_digits(number):
+    return float(f"{float(number):.8g}")
 
 
 def load_policy():
@@ -300,88 +367,54 @@ def load_policy():
     return AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
 
 
-def logprobs_and_entropies(policy, page, i):
-    """log π and entropy of the tokens of response i: two of (T,)."""
-    response = page["responses"][i]
-    ids = torch.tensor([page["prompt"] + response])
-    logits = policy(ids).logits[0, len(page["prompt"]) - 1 : -1]  # each speaks of the next token
-    every_logprob = (logits / page["temperature"]).log_softmax(-1)  # (T, V)
-    logprobs = every_logprob[range(len(response)), response]
-    return logprobs, -(every_logprob.exp() * every_logprob).sum(-1)
+def logprobs_and_entropies(policy, page):
+    """log π and entropy of all response tokens: lists of (T,)."""
+    logprobs = []
+    entropies = []
+    for response in page["responses"]:
+        ids = torch.tensor([page["prompt"] + response])
+        logits = policy(ids).logits[0, len(page["prompt"]) - 1 : -1]  # each speaks of the next one
+        every_logprob = (logits / page["temperature"]).log_softmax(-1)  # (T, V)
+        logprobs.append(every_logprob[range(len(response)), response])
+        entropies.append(-(every_logprob.exp() * every_logprob).sum(-1).detach())
+    return logprobs, entropies
 
 
-@torch.no_grad()
-def of_all_responses(policy, page):
-    """log π and entropies of all responses: two lists of (T,)."""
-    all_logprobs = []
-    all_entropies = []
-    for i in range(len(page["responses"])):
-        logprobs, entropies = logprobs_and_entropies(policy, page, i)
-        all_logprobs.append(logprobs)
-        all_entropies.append(entropies)
-    return all_logprobs, all_entropies
+def tokens_of_tensors(tensors):
+    return {(i, t): x for i, row in enumerate(tensors) for t, x in enumerate(row.tolist())}
 
 
-def token_losses(new, old, ref, advantages, page):
-    """`token_terms` again, as torch differentiates it: the losses with KL (T,)."""
-    ratio = (new - old).exp()
-    inside = ratio.clamp(1 - page["clip_low"], 1 + page["clip_high"])
-    losses = -torch.minimum(ratio * advantages, inside * advantages)
-    capped = torch.minimum(losses, -page["clip_dual"] * advantages)
-    losses = torch.where(advantages < 0, capped, losses)
-    difference = (ref - new).clamp(-5, 5)
-    kl = (difference.exp() - difference - 1).clamp(-10, 10)
-    return losses + page["kl_coef"] * kl
-
-
-def solve_model_case(case, page, old, advantages):
-    """An update of the bundled model, by torch's own AdamW: the case with its outputs."""
+def solve_model_case(case, old):
+    """An update by torch's own AdamW. The reference is the first policy: its log π are the old."""
     policy = load_policy()
     weights = list(policy.parameters())
-    optimizer = torch.optim.AdamW(weights, page["learning_rate"], weight_decay=page["weight_decay"])
+    optimizer = torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
 
     def all_weights():
         return torch.cat([weight.detach().flatten() for weight in weights])
 
-    token_weights = [case["alpha"] * logprobs.exp() + 1 - case["alpha"] for logprobs in old]
-    low = [logprobs.exp() < case["eta"] for logprobs in old]
+    advantages, low = reweight_and_split(case, old, group_advantages(case))
     first_weights = all_weights()
     steps = []
-    for name in ("low", "high") if case["eta"] else ("all",):
-        for start in range(0, len(old), case["mini_batch_size"]):
-            rows = range(start, start + case["mini_batch_size"])
-            response_tokens = sum(len(old[i]) for i in rows)
-            updated_tokens = 0
-            loss = 0.0
-            for i in rows:
-                tokens = {"all": low[i] | True, "low": low[i], "high": ~low[i]}[name]
-                new, _ = logprobs_and_entropies(policy, page, i)
-                # the reference is the first policy: its log-probabilities are the old ones
-                losses = token_losses(new, old[i], old[i], token_weights[i] * advantages[i], page)
-                loss = loss + losses[tokens].sum() / response_tokens
-                updated_tokens += int(tokens.sum())
-            loss.backward()
-            gradient_norm = float(torch.nn.utils.clip_grad_norm_(weights, page["max_grad_norm"]))
-            before = all_weights()
-            if gradient_norm > 0:
-                optimizer.step()
-            optimizer.zero_grad()
-            steps.append(
-                {
-                    "pass": name,
-                    "first_row": start,
-                    "response_tokens": response_tokens,
-                    "updated_tokens": updated_tokens,
-                    "skipped": gradient_norm == 0,
-                    "loss": loss.item(),
-                    "gradient_norm": gradient_norm,
-                    "change_norm": float((all_weights() - before).norm()),
-                }
-            )
-    new, _ = of_all_responses(policy, page)
-    return case | {
-        "token_weights": [values.tolist() for values in token_weights],
-        "low": [values.tolist() for values in low],
+    for step, updated in mini_batches(case, low):
+        logprobs, _ = logprobs_and_entropies(policy, case)
+        new = tokens_of_tensors(logprobs)
+        normalizer = step["response_tokens"]
+        found, derivatives = solve_pass(case, updated, new, old, old, advantages, normalizer)
+        slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
+        torch.cat(logprobs).backward(torch.tensor(slopes, dtype=torch.float64))
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
+        before = all_weights()
+        if norm > 0:
+            optimizer.step()
+        optimizer.zero_grad()
+        step |= {"skipped": norm == 0, "loss": found["loss"], "gradient_norm": norm}
+        steps.append(step | {"change_norm": float((all_weights() - before).norm())})
+    token_weights, _ = reweight_and_split(case, old, [1.0] * len(case["responses"]))
+    new, _ = logprobs_and_entropies(policy, case)
+    return {
+        "token_weights": by_row(token_weights, case["responses"]),
+        "low": by_row(low, case["responses"]),
         "steps": steps,
         "change_norm": float((all_weights() - first_weights).norm()),
         "new_logprobs": [values.tolist() for values in new],
@@ -390,31 +423,46 @@ def solve_model_case(case, page, old, advantages):
 
 
 def solve_model(page):
-    """The page of the bundled model with its outputs."""
-    old, entropies = of_all_responses(load_policy(), page)
-    advantages = group_advantages(page)
-    cases = [solve_model_case(case, page, old, advantages) for case in page["cases"]]
+    logprobs, entropies = logprobs_and_entropies(load_policy(), page)
+    old = tokens_of_tensors(logprobs)
     found = {
-        "old_logprobs": [values.tolist() for values in old],
+        "old_logprobs": by_row(old, page["responses"]),
         "entropies": [values.tolist() for values in entropies],
-        "advantages": advantages,
-        "cases": cases,
+        "advantages": group_advantages(page),
+        "cases": [case | solve_model_case(page | case, old) for case in page["cases"]],
     }
-    return page | digits(found)
+    return json.loads(json.dumps(found), parse_float=eight_digits)
 
 
-def solve_part(name, inputs):
-    """One of the four parts of golden.json, every output computed anew from the inputs."""
-    if name == "model":
-        return solve_model(inputs)
-    solvers = {"cases": solve, "rollouts": solve_rollout, "treatments": solve_treatments}
-    return [solvers[name](case) for case in inputs]
+# The file -----------------------------------------------------------------------------------------
+
+
+def without_outputs(values, part):
+    """Some of a part of golden.json, without its outputs."""
+    if isinstance(values, list):
+        return [without_outputs(value, part) for value in values]
+    if not isinstance(values, dict):
+        return values
+    kept = {}
+    for name, value in values.items():
+        if name not in OUTPUTS[part].split():
+            kept[name] = without_outputs(value, part)
+    return kept
+
+
+def solve_part(part, values):
+    """A part of golden.json, every output computed anew from the inputs."""
+    inputs = without_outputs(values, part)
+    if part == "model":
+        return inputs | solve_model(inputs)
+    solve = {"cases": solve_case, "rollouts": solve_rollout, "treatments": solve_treatments}[part]
+    return [case | solve(case) for case in inputs]
 
 
 def main():
     path = HERE / "golden.json"
     page = json.loads(path.read_text(encoding="utf-8"))
-    page = {name: solve_part(name, inputs) for name, inputs in page.items()}
+    page = {part: solve_part(part, values) for part, values in page.items()}
     path.write_text(json.dumps(page) + "\n", encoding="utf-8")
     print(f"{path}: every output computed anew")
 
