@@ -880,6 +880,11 @@ def test_what_a_run_reports_at_its_end(tmp_path, capsys):
 # 11. Plumbing: batches of token ids, 12. metrics and files ----------------------------------------
 
 
+def test_micro_batches_count_padding():
+    """Two rows of 5 and 4 tokens take 10 places."""
+    assert lopti.micro_batches(torch.tensor([30, 5, 4]), size=9) == [[2], [1], [0]]
+
+
 def test_micro_batches_count_tokens_with_padding():
     """Rows × longest: 3 × 4 fit into 12. Sorted by length; one long row alone."""
     lengths = torch.tensor([9, 2, 5, 30, 2, 4])
