@@ -1,344 +1,185 @@
-"""Does a method help on your model? Trains each with the same seeds, and prints their leads.
+"""Does a method help on your model? Trains lists of flags with the same seeds; prints differences.
 
     python data/lab/compare.py --seeds 0-4 "" "--passes 2" "--alpha 0.3" "--eta 0.5" --against 1 2
     python data/lab/compare.py --seeds 0-4 "" "--eta 0.5" -- --model M --data F --task math
-    python data/lab/compare.py --seeds 0-4 --rates 5e-5 1e-4 2e-4 --rate-seeds 90 "" "--eta 0.5"
 
-A method is a list of flags of lopti.py in quotation marks; "" is GRPO. Flags after -- are for all.
-The same command goes on where it stopped. A finished run is a line of --results, and its weights
-are deleted; from these lines the same command prints the table again.
+A list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- are for all lists.
+Each run is a folder in runs/compare, named by its settings. The same command goes on where it was
+stopped. What has finished keeps its metrics, not its weights.
 
-A lead is a difference in accuracy, first minus second, for each seed:
+A difference in accuracy is taken for each seed, first minus second:
 
-- by step: accuracy in training, the mean over all steps but the first
-- at equal KL: accuracy in training against rollout/kl, which says how far the policy that sampled
-  was from the starting one. Both are running means of five steps, the KL made never to fall, linear
-  between steps. The lead is the mean over the KL that both runs of a seed pass through, within --kl
-- held out: the mean over all evaluations after step 0 and all difficulties
+- training: averaged over training steps, all but the first
+- held out: at the last evaluation, all difficulties together
 """
 
 import argparse
+import gc
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import sys
-import textwrap
-import time
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import lopti  # isort: skip, before torch
-
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas
 from scipy import stats
 
-ROOT, WORK = Path(__file__).resolve().parents[2], Path("runs/compare")
-METRICS = ("accuracy", "reward", "rollout/kl", "entropy", "completions/mean_length")
-BY_STEP, EQUAL_KL, HELD_OUT, KL_END = "by step", "at equal KL", "held out", "KL at the end"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti
 
-# ---- Training
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+NUMBERS = {"float_format": "{:.3f}".format, "na_rep": "–"}
 
 
-def finished_runs(results):
-    """{(flags, seed): line} of a file of results."""
-    lines = read_lines(results) if results.exists() else []
-    return {(line["flags"], line["seed"]): line for line in lines}
+def run_folder(settings, output):
+    """Runs with equal settings have the same folder, however their flags were written."""
+    text = json.dumps(asdict(settings))
+    return output / f"{zlib.crc32(text.encode()):08x}"
 
 
-def train(flags, seed, results):
-    """One run, begun or gone on with, as a process of its own. Returns what to say of it."""
-    folder = WORK / f"{zlib.crc32(flags.encode()):08x}-{seed}"
-    if not (folder / "final").exists():
-        command = [sys.executable, ROOT / "lopti.py"]
+def has_finished(folder, settings):
+    evaluations = lopti.read_lines(folder / "evaluations.jsonl")
+    return bool(evaluations) and evaluations[-1]["step"] == settings.steps
+
+
+def train(folder, settings):
+    """Begins a run or goes on with it, unless it has finished. Its weights are deleted then."""
+    if not has_finished(folder, settings):
         if (folder / "checkpoint.pt").exists():
-            command += ["--resume", folder]
+            settings = replace(settings, resume=str(folder))
         else:
-            shutil.rmtree(folder, ignore_errors=True)
-            command += [*shlex.split(flags), "--seed", f"{seed}"]
-            command += ["--name", folder.name, "--output", WORK]
-        run = subprocess.run(command, check=False, capture_output=True, text=True)
-        if run.returncode:
-            return run.stderr.strip()
-    steps = read_lines(folder / "metrics.jsonl")
-    line = {"flags": flags, "seed": seed, "evaluations": [], "metrics": {}}
-    for row in read_lines(folder / "evaluations.jsonl"):
-        line["evaluations"].append({"step": row["step"], "table": row["table"]})
-    for name in METRICS:
-        line["metrics"][name] = [step[name] for step in steps]
-    with results.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
-    shutil.rmtree(folder / "final")
+            shutil.rmtree(folder, ignore_errors=True)  # of a run that never came to a checkpoint
+        lopti.train(replace(settings, output=str(folder)))
+        gc.collect()  # this model leaves a GPU before the next one comes
+    shutil.rmtree(folder / "final", ignore_errors=True)
     (folder / "checkpoint.pt").unlink(missing_ok=True)
-    return "done"
 
 
-def train_all(methods, seeds, args):
-    """Train what has not finished, --jobs at a time. {name: flags} → {name: {seed: line}}."""
-    done = finished_runs(args.results)
-    todo = [(flags, seed) for seed in seeds for flags in methods.values()]
-    todo = [] if args.table else [run for run in todo if run not in done]
-    if todo:
-        print(f"{len(todo)} runs to train, {args.jobs} at a time", flush=True)
-    started = time.monotonic()
-    with ThreadPoolExecutor(args.jobs) as pool:  # after Ctrl-C no other starts
-        told = pool.map(lambda run: train(*run, args.results), todo)
-        for count, ((flags, seed), said) in enumerate(zip(todo, told), 1):
-            print(f"{count} of {len(todo)}: {flags or 'GRPO'}, seed {seed}: {said}", flush=True)
-            if count == 1 and said == "done":
-                minutes = (time.monotonic() - started) * (len(todo) - 1) / args.jobs / 60
-                print(f"about {minutes:.0f} minutes for the others", flush=True)
-    done = finished_runs(args.results)
-    runs = {}
-    for name, flags in methods.items():
-        runs[name] = {seed: done[flags, seed] for seed in seeds if (flags, seed) in done}
-    return runs
+def outcome(folder, measure):
+    """The two accuracies of a finished run."""
+    metrics = lopti.read_lines(folder / "metrics.jsonl")
+    table = lopti.read_lines(folder / "evaluations.jsonl")[-1]["table"]
+    training = pandas.Series([line["accuracy"] for line in metrics[1:]], dtype=float).mean()
+    return {"training": training, "held out": table[measure]["all"][0]}
 
 
-def best_rate(name, flags, rates, args, more=2):
-    """The rate of the best accuracy by step; beyond the lowest or highest `more` are tried."""
-    rates = sorted(rates)
-    texts = {rate: shlex.join([*flags, "--learning-rate", f"{rate:g}"]) for rate in rates}
-    accuracy = {}
-    for rate, lines in train_all(texts, args.rate_seeds, args).items():
-        if len(lines) < len(args.rate_seeds):
-            raise lopti.UserError(f"{name} has not finished at {rate:g} with all --rate-seeds")
-        accuracy[rate] = np.mean([by_step(line) for line in lines.values()])
-    best = max(rates, key=accuracy.get)
-    beyond = None
-    if best == rates[0]:
-        beyond = best**2 / rates[1]
-    elif best == rates[-1]:
-        beyond = best**2 / rates[-2]
-    if beyond and more:
-        return best_rate(name, flags, [*rates, float(f"{beyond:.2g}")], args, more - 1)
-    print(f"{name}: best at {best:g} of {rates}" + (", perhaps beyond" if beyond else ""))
-    return best
+def interval(differences):
+    """The mean and half of its 95 % interval (Student's t); NaN for one value or where all are
+    alike: ± 0.000 of a few prompts is no exact number.
 
-
-# ---- What came of it
-
-
-def by_step(line):
-    """Accuracy in training, the mean over all steps but the first."""
-    accuracy = line["metrics"]["accuracy"][1:]
-    return np.mean(accuracy) if accuracy else np.nan
-
-
-def held_out(line):
-    """Accuracy (avg@k, or greedy), the mean over evaluations after step 0 and difficulties."""
-    found = []
-    for row in line["evaluations"]:
-        for size in row["table"].values():
-            sampled = [name for name in size if name.startswith("avg@")]
-            if row["step"] > 0:
-                found.append(size[sampled[0] if sampled else "greedy"][0])
-    return np.mean(found) if found else np.nan
-
-
-def running_means(line, name):
-    values = line["metrics"][name]
-    return np.convolve(values, np.ones(5) / 5, mode="valid") if len(values) >= 5 else np.array([])
-
-
-def at_equal_kl(first, second, limits):
-    """The lead of one run at equal KL; NaN where the two have no KL in common."""
-    kls = [np.maximum.accumulate(running_means(line, "rollout/kl")) for line in (first, second)]
-    low = max(limits[0], *(kl.min(initial=np.inf) for kl in kls))
-    high = min(limits[1], *(kl.max(initial=-np.inf) for kl in kls))
-    if low >= high:
-        return np.nan
-    at = np.linspace(low, high, 101)
-    of_first = np.interp(at, kls[0], running_means(first, "accuracy"))
-    of_second = np.interp(at, kls[1], running_means(second, "accuracy"))
-    return np.mean(of_first - of_second)
-
-
-def outcomes(line):
-    """What one run says; a lead at equal KL needs two."""
-    kl = line["metrics"]["rollout/kl"][-1] or np.nan  # 0: there is no reference
-    return {BY_STEP: by_step(line), EQUAL_KL: np.nan, HELD_OUT: held_out(line), KL_END: kl}
-
-
-def lead(first, second, limits):
-    """The difference between what two runs of a seed say."""
-    of_first, of_second = outcomes(first), outcomes(second)
-    found = {name: of_first[name] - of_second[name] for name in of_first}
-    found[EQUAL_KL] = at_equal_kl(first, second, limits)
-    return found
-
-
-def interval(values):
-    """The mean, half of its 95 % interval and p of Student's t-test; NaN where there is none.
-
-    Values that are all alike have no interval: 0.000 ± 0.000 of a few prompts is no exact number.
+    >>> print("{:.3f} ± {:.3f}".format(*interval(pandas.Series([0.01, 0.02, 0.03]))))
+    0.020 ± 0.025
     """
-    values = np.array([value for value in values if np.isfinite(value)])
-    if not len(values):
-        return np.nan, np.nan, np.nan
-    if np.ptp(values) < 1e-9:
-        return values.mean(), np.nan, np.nan
-    test = stats.ttest_1samp(values, 0.0)
-    bounds = test.confidence_interval(0.95)
-    return values.mean(), (bounds.high - bounds.low) / 2, test.pvalue
+    error = differences.sem() if differences.std() > 1e-9 else np.nan
+    return differences.mean(), stats.t.ppf(0.975, len(differences) - 1) * error
 
 
-def holm(p_values):
-    """Holm's correction: the lowest of n counts n times, the next n - 1 times and so on.
+def paired_differences(runs, names, against):
+    """A row for each pair of names, with means and intervals over the seeds that both have.
 
-    >>> [round(p, 3) for p in holm([0.04, 0.01, 0.03])]
-    [0.06, 0.03, 0.06]
+    `runs` has a row for each finished run: flags, seed, training, held out. `against` are numbers
+    of names, from 1 on, that the others are compared with.
     """
-    corrected = [np.nan] * len(p_values)
-    known = [place for place, p in enumerate(p_values) if np.isfinite(p)]
-    known.sort(key=p_values.__getitem__)
-    highest = 0.0
-    for rank, place in enumerate(known):
-        highest = max(highest, min(1.0, p_values[place] * (len(known) - rank)))
-        corrected[place] = highest
-    return corrected
+    pairs = []
+    for number in against:
+        for name in names:
+            base = names[number - 1]
+            if name != base and (base, name) not in pairs:
+                pairs.append((name, base))
+    rows = {}
+    for column in ("training", "held out"):
+        accuracy = runs.pivot(index="seed", columns="flags", values=column).reindex(columns=names)
+        for first, second in pairs:
+            differences = (accuracy[first] - accuracy[second]).dropna()
+            mean, half = interval(differences)
+            row = rows.setdefault(f"{first} minus {second}", {})
+            row |= {"seeds": len(differences), column: mean, f"{column} ±": half}
+    return pandas.DataFrame.from_dict(rows, orient="index")
 
 
-def leads_over(bases, runs, limits):
-    """{"A − B": the leads of all seeds that both have}, of each method over each of `bases`."""
-    leads = {}
-    for base in bases:
-        for name in runs:
-            seeds = [seed for seed in runs[name] if seed in runs[base]]
-            if seeds and name != base and f"{base} − {name}" not in leads:
-                pairs = [(runs[name][seed], runs[base][seed]) for seed in seeds]
-                leads[f"{name} − {base}"] = [lead(*pair, limits) for pair in pairs]
-    return leads
+def text_of(runs, differences, names, measure):
+    """What is printed: the accuracy of each list of flags, and the paired differences."""
+    means = runs.groupby("flags").agg({"seed": "count", "training": "mean", "held out": "mean"})
+    means = means.reindex([name for name in names if name in means.index])
+    parts = [f"Accuracy (training: mean over all steps but the first; held out: {measure})"]
+    parts.append(means.rename_axis(None).rename(columns={"seed": "seeds"}).to_string(**NUMBERS))
+    parts.append("\nDifferences for the same seeds (±: half of a 95 % interval)")
+    parts.append(differences.to_string(**NUMBERS))
+    return "\n".join(parts)
 
 
-def table(runs, bases, limits):
-    """The methods and their leads over `bases` as lines of text. runs: {name: {seed: line}}."""
-    leads = leads_over(bases, runs, limits)
-    rows = {}  # name → number of runs and the text of each column
-    for name, lines in runs.items():
-        rows[name] = [str(len(lines))]
-    for name, found in leads.items():
-        rows[name] = [str(len(found))]
-    decided = []
-    for column in (BY_STEP, EQUAL_KL, HELD_OUT, KL_END):
-        for name, lines in runs.items():
-            values = [outcomes(line)[column] for line in lines.values()]
-            rows[name].append(cell("{:.3f}", *interval(values)[:2]))
-        found = {name: interval([one[column] for one in leads[name]]) for name in leads}
-        p_values = holm([p for _, _, p in found.values()])
-        for (name, (mean, half, _)), p in zip(found.items(), p_values):
-            rows[name].append(cell("{:+.3f}", mean, half, np.nan if column == KL_END else p))
-            if column != KL_END and p < 0.05:
-                decided.append(f"{name} ({column})")
-    heading = ["", "runs", BY_STEP, EQUAL_KL, HELD_OUT, KL_END]
-    cells = [heading] + [[name, *texts] for name, texts in rows.items()]
-    widths = [max(len(row[place]) for row in cells) for place in range(len(heading))]
-    lines = []
-    for row in cells:
-        padded = [text.rjust(width) for text, width in zip(row[1:], widths[1:])]
-        lines.append("  ".join([row[0].ljust(widths[0]), *padded]))
-    return [*lines, "", *explanation(decided)]
+def plot(path, differences, measure):
+    """Saves the differences with their intervals. The title says how many exclude 0."""
+    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.6 * len(differences)), layout="constrained")
+    places = np.arange(len(differences))
+    excluding = 0
+    for column, label, shift in (
+        ("training", "training", -0.1),
+        ("held out", f"held out, {measure}", 0.1),
+    ):
+        means = differences[column]
+        halves = differences[f"{column} ±"]
+        excluding += (means.abs() > halves).sum()
+        axis.errorbar(means, places + shift, xerr=halves, fmt="o", capsize=4, label=label)
+    axis.axvline(0, color="gray", linewidth=1)
+    axis.set_yticks(places, differences.index)
+    axis.invert_yaxis()
+    axis.set_xlabel("difference in accuracy, with 95 % intervals over seeds")
+    axis.set_title(f"Intervals that exclude 0: {excluding} of {2 * len(differences)}")
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
 
 
-def cell(form, mean, half=np.nan, p=np.nan):
-    """A number with half of its interval and its p, as far as there are any."""
-    if np.isnan(mean):
-        return "–"
-    text = form.format(mean)
-    if np.isfinite(half):
-        text += f" ± {half:.3f}"
-    if np.isfinite(p):
-        text += f", p {p:.3f}"
-    return text.replace("-", "−")
+def seed_range(text):
+    """0-4 → [0, 1, 2, 3, 4]; 7 → [7]"""
+    first, _, last = text.partition("-")
+    return list(range(int(first), int(last or first) + 1))
 
 
-def explanation(decided):
-    """What stands below the table: what its signs are, and which leads are decided."""
-    signs = (
-        "–: not measured. ±: half of a 95 % interval over the seeds (Student's t), none where there"
-        " is one seed or all are alike. p: how often chance alone makes a lead this large,"
-        " corrected for the number of leads in the column (Holm); below .05 a lead is decided."
-    )
-    said = "Decided: " + "; ".join(decided) + "." if decided else "No lead is decided."
-    return [textwrap.fill(signs, 98), said]
-
-
-# ---- The command
-
-
-def seed_list(text):
-    """'0-2,7' → [0, 1, 2, 7]"""
-    seeds = []
-    for part in text.split(","):
-        ends = [int(end) for end in part.split("-")]
-        seeds += range(ends[0], ends[-1] + 1)
-    return seeds
-
-
-def parse(words):
-    """The arguments, and the flags of each method as a list: {name: flags}."""
-    look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=look, allow_abbrev=False, usage=argparse.SUPPRESS
-    )
-    add = parser.add_argument
-    add("--seeds", type=seed_list, required=True, help="0-4, or 0,2,7")
-    add("--rates", type=float, nargs="+", help="learning rates; each method takes its best")
-    add("--rate-seeds", type=seed_list, default=[], help="of the runs that choose the rates")
-    add("--against", type=int, nargs="+", default=[1], help="leads over method 1, 2 and so on")
-    add("--kl", type=float, nargs=2, default=(0.0, np.inf), help="between which two, at equal KL")
-    add("--jobs", type=int, default=1, help="runs at a time, of $OMP_NUM_THREADS (1) threads each")
-    add("--results", type=Path, default=WORK / "results.jsonl", help="default: %(default)s")
-    add("--table", action="store_true", help="of what has finished: train nothing")
+def main(words=None):
+    words = sys.argv[1:] if words is None else words
     end = words.index("--") if "--" in words else len(words)
-    args, texts = parser.parse_known_args(words[:end])
-    if len(texts) < 2 or any(text and text[0] not in "-@" for text in texts):
-        parser.error("give two methods or more, each in quotation marks")
-    if args.rates and (not args.rate_seeds or {*args.seeds} & {*args.rate_seeds}):
-        parser.error("--rates needs --rate-seeds, and --seeds has none of these")
-    if args.rates and len({*args.rates}) < 2:
-        parser.error("--rates needs two learning rates or more")
-    if not all(1 <= number <= len(texts) for number in args.against):
-        parser.error(f"--against takes numbers of methods, 1 to {len(texts)}")
-    if args.jobs < 1:
-        parser.error("--jobs must be at least 1")
-    methods = {text or "GRPO": [*words[end + 1 :], *shlex.split(text)] for text in texts}
-    if len(methods) < len(texts):
-        parser.error("two methods are the same")
-    for flags in methods.values():
-        settings = lopti.parse_arguments(flags)  # tells of a wrong flag before anything is trained
-        if settings.resume or settings.eval_only:
-            parser.error("a method is trained from its beginning: no --resume, no --eval-only")
-    return args, methods
-
-
-def main():
-    args, methods = parse(sys.argv[1:])
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    args.results = args.results.expanduser()
-    args.results.parent.mkdir(parents=True, exist_ok=True)
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
+    parser.add_argument("--seeds", type=seed_range, required=True, help="0-4, or one seed")
+    parser.add_argument("--against", type=int, nargs="+", default=[1], help="list 1, 2 and so on")
+    parser.add_argument("--table-only", action="store_true", help="train nothing")
+    parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="%(default)s")
+    args, lists = parser.parse_known_args(words[:end])
+    names = [flags or "GRPO" for flags in lists]
+    numbers = range(1, len(names) + 1)
+    if len(names) < 2 or len(names) > len(set(names)) or not set(args.against) <= set(numbers):
+        parser.error("give two or more lists of flags, all different; --against has their numbers")
     try:
-        if args.rates:
-            for name, flags in methods.items():
-                rate = best_rate(name, flags, {*args.rates}, args)
-                flags += ["--learning-rate", f"{rate:g}"]
-        texts = {name: shlex.join(flags) for name, flags in methods.items()}
-        runs = train_all(texts, args.seeds, args)
-    except KeyboardInterrupt as stop:
-        raise KeyboardInterrupt("The same command goes on") from stop
-    if not any(runs.values()):
-        raise lopti.UserError("no run has finished")
-    bases = [[*methods][number - 1] for number in args.against]
-    print("\n".join(table(runs, bases, args.kl)))
+        methods = [lopti.parse_arguments(words[end + 1 :] + shlex.split(flags)) for flags in lists]
+        ks = {settings.eval_samples for settings in methods}
+        measure = "greedy" if len(ks) > 1 or 0 in ks else f"avg@{max(ks)}"
+        rows = []
+        for seed in args.seeds:  # all methods with a seed, then the next seed
+            for name, method in zip(names, methods):
+                settings = replace(method, seed=seed, output="", resume="")
+                folder = run_folder(settings, args.output)
+                if not args.table_only:
+                    print(f"\n{name}, seed {seed}: {folder}", flush=True)
+                    train(folder, settings)
+                if has_finished(folder, settings):
+                    rows.append({"flags": name, "seed": seed} | outcome(folder, measure))
+        if not rows:
+            raise lopti.UserError(f"no run of these has finished in {args.output}")
+    except (lopti.UserError, OSError) as problem:
+        parser.error(str(problem))
+    except KeyboardInterrupt:
+        parser.exit(130, "\nThe same command goes on from here.\n")
+    runs = pandas.DataFrame(rows)
+    differences = paired_differences(runs, names, args.against)
+    print(text_of(runs, differences, names, measure))
+    plot(args.output / "differences.png", differences, measure)
+    print(f"\nThe plot is {args.output / 'differences.png'}.")
 
 
 if __name__ == "__main__":
-    lopti.open_streams()
-    sys.exit(lopti.exit_code(main, "compare.py"))
+    main()

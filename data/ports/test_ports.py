@@ -182,6 +182,52 @@ def test_a_language_model_is_checked_to_its_weights(part, instead, code, monkeyp
     assert check_port.check_model_update(port_with((part, instead)).update_model) == code
 
 
+# lopti.py itself at the same levels ---------------------------------------------------------------
+
+
+def lopti_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, mask, case):
+    tensors = [values[update_mask] for values in (logprobs, old_logprobs, advantages)]
+    names = ("clip_low", "clip_high", "clip_dual", "kl_coef")
+    numbers = {name: case[name] for name in names}
+    return lopti.policy_loss(*tensors, mask.sum(), ref_logprobs[update_mask], **numbers)[0]
+
+
+def test_functions_of_lopti_are_right(capsys):
+    module = SimpleNamespace(
+        group_advantages=lopti.group_advantages,
+        reweight_advantages=lopti.reweight_advantages,
+        split_tokens=lopti.split_tokens,
+        policy_loss=lopti_loss,
+        __name__="lopti",
+    )
+    assert check_port.check_functions(module) == 0
+    assert capsys.readouterr().out.count("Right.") == 4
+
+
+def lopti_update_model(model, optimizer, case):
+    names = "group_size mini_batch_size temperature alpha eta clip_low clip_high clip_dual kl_coef"
+    settings = lopti.Settings(**{name: case[name] for name in names.split()})
+    prompts = [case["prompt"]] * len(case["responses"])
+    ids, mask, lengths = lopti.pack(prompts, case["responses"])
+    rollout = lopti.Rollout(ids, mask, lengths, truncated=torch.zeros(4), texts=[])
+    rollout.old_logprobs, rollout.entropies = lopti.response_logprobs(model, rollout, settings)
+    rollout.ref_logprobs = rollout.old_logprobs
+    advantages = lopti.group_advantages(torch.tensor(case["rewards"]), settings.group_size)
+    advantages = advantages[:, None] * mask
+    old = rollout.old_logprobs
+    rollout.advantages = lopti.reweight_advantages(advantages, old, settings.alpha)
+    low, high = lopti.split_tokens(old, mask, settings.eta)
+    for name in settings.pass_names():
+        update_mask = {"low": low, "high": high, "all": mask}[name]
+        lopti.update(model, optimizer, rollout, update_mask, settings)
+    wanted = torch.cat([torch.tensor(values) for values in case["entropies"]])
+    assert torch.allclose(rollout.entropies[mask], wanted, atol=1e-5)
+
+
+def test_lopti_updates_the_bundled_model_rightly():
+    assert check_port.check_model_update(lopti_update_model) == 0
+
+
 # The diff of the main README ----------------------------------------------------------------------
 
 

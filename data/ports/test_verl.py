@@ -1,9 +1,10 @@
-"""The port to verl, without verl: stand-ins for its trainer and for the store of its batches."""
+"""The port to verl, without verl: golden.json through stand-ins for its store and its trainer."""
 
 import runpy
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
@@ -14,117 +15,71 @@ import torch
 
 import lopti
 
-
-class Batch(SimpleNamespace):
-    def __len__(self):
-        return len(self.keys)
+BATCH = mock.MagicMock()  # which verl's store has the fields of
 
 
-def verl_plugin(monkeypatch):
-    """verl_lopti.py with stand-ins for what it takes from verl: a store, and a trainer."""
-    store = {}
+class Trainer:
+    """Like verl's: the loss is summed over response_mask and divided by N of loss_mask."""
 
-    def get(keys, partition, names):
-        return {name: store[name] for name in names}
+    def __init__(self, config):
+        self.config = config
+
+    def _compute_advantage(self, batch, metrics):
+        return batch
+
+    def _update_actor(self, batch, metrics):
+        fields = {name: rows.values() for name, rows in self.config.store.items()}
+        names = ("new_log_probs", "old_log_probs", "advantages", "ref_log_prob")
+        new, old, advantages, ref = [fields[name][fields["response_mask"] == 1] for name in names]
+        clips = ("clip_low", "clip_high", "clip_dual", "kl_coef")
+        settings = {name: self.config.case[name] for name in clips}
+        N = fields["loss_mask"].sum()
+        metrics["loss"] = lopti.policy_loss(new, old, advantages, N, ref, **settings)[0].item()
+        return batch
+
+
+def import_plugin(store):
+    """What verl_lopti.py defines; `store` has the fields of the batch."""
 
     def put(keys, partition, fields):
         store.update(fields)
-        return Batch(keys=keys, partition_id=partition)
+        return BATCH
 
-    class Trainer:
-        """Like verl's: the loss is summed over response_mask and divided by N of loss_mask."""
-
-        def __init__(self, config):
-            self.config = config
-
-        def _compute_advantage(self, batch, metrics):
-            return batch
-
-        def _update_actor(self, batch, metrics):
-            padded = {
-                name: torch.nn.utils.rnn.pad_sequence(list(rows.unbind()), batch_first=True)
-                for name, rows in store.items()
-            }
-            fixed = [padded[name] for name in ("old_log_probs", "ref_log_prob", "advantages")]
-            for rows in torch.arange(len(batch)).split(self.case["mini_batch_size"]):
-                losses = check_port.token_losses(self.logprobs(), *fixed, self.case)
-                losses = (losses * padded["response_mask"])[rows]
-                (losses.sum() / padded["loss_mask"][rows].sum()).backward()
-                torch.nn.utils.clip_grad_norm_([self.table], self.case["max_grad_norm"])
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.tables.append(self.table.detach().clone())
-            return batch
-
-    queue = ModuleType("transfer_queue")
-    queue.kv_batch_get = get
-    queue.kv_batch_put = put
-    tensordict = ModuleType("tensordict")
-    tensordict.TensorDict = lambda fields, batch_size: fields
-    verl = ModuleType("verl.trainer.ppo.v1")
-    verl.PPOTrainerSync = Trainer
-    verl.register_trainer = lambda name: lambda trainer: trainer
-    modules = {"transfer_queue": queue, "tensordict": tensordict, "verl.trainer.ppo.v1": verl}
-    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
-        modules[name] = ModuleType(name)
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    return runpy.run_path(str(HERE / "verl_lopti.py")), store
+    verl = SimpleNamespace(PPOTrainerSync=Trainer, register_trainer=lambda name: lambda each: each)
+    modules = {
+        "transfer_queue": SimpleNamespace(kv_batch_get=lambda *_: store, kv_batch_put=put),
+        "tensordict": SimpleNamespace(TensorDict=lambda fields, batch_size: fields),
+        "verl.trainer.ppo.v1": verl,
+    }
+    with mock.patch.dict(sys.modules, modules):
+        return runpy.run_path(str(HERE / "verl_lopti.py"))
 
 
-@pytest.fixture
-def update(monkeypatch):
-    plugin, store = verl_plugin(monkeypatch)
-
-    def run(case):
-        """A golden rollout through the plugin's passes: the table after each optimizer step."""
-        ids, before, mask = check_port.padded_rollout(case)
-        lengths = mask.sum(1)
-        table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
-
-        def logprobs(logits):
-            every_logprob = (logits[before] / case["temperature"]).log_softmax(-1)
-            return every_logprob.gather(-1, ids[..., None])[..., 0]
-
-        def ragged(values):
-            rows = [row[:length] for row, length in zip(values, lengths)]
-            return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-        rewards = check_port.float64(case["rewards"])
-        advantages = lopti.group_advantages(rewards, case["group_size"])[:, None] * mask
-        store["old_log_probs"] = ragged(logprobs(table).detach())
-        store["ref_log_prob"] = ragged(logprobs(check_port.float64(case["reference"])))
-        store["advantages"] = ragged(advantages)
-        store["response_mask"] = ragged(mask.long())
-        store["loss_mask"] = ragged(mask.long())
-        settings = SimpleNamespace(alpha=case["alpha"], eta=case["eta"])
-        mode = SimpleNamespace(v1=SimpleNamespace(trainer_mode="lopti"))
-        trainer = plugin["LoptiTrainer"](SimpleNamespace(lopti=settings, trainer=mode))
-        trainer.case = case
-        trainer.table = table
-        trainer.logprobs = lambda: logprobs(table)
-        decay = case["weight_decay"]
-        trainer.optimizer = torch.optim.AdamW([table], case["learning_rate"], weight_decay=decay)
-        trainer.tables = []
-        batch = Batch(keys=["0"] * len(lengths), partition_id="train")
-        trainer._update_actor(trainer._compute_advantage(batch, {}), {})
-        mask_again = torch.nn.utils.rnn.pad_sequence(
-            list(store["response_mask"].unbind()), batch_first=True
-        )
-        assert (mask_again == mask).all()  # put back after the update
-        return trainer.tables
-
-    return run
+@pytest.mark.parametrize("case", check_port.GOLDEN["cases"], ids=lambda case: case["name"])
+def test_losses_of_both_passes(case):
+    """Eq. 4, the split, the order of the passes, their tokens, and N; then the whole mask again."""
+    ones = [torch.ones(length).long() for length in case["lengths"]]
+    store = {"response_mask": ones, "loss_mask": ones}
+    store["advantages"] = [row * value for row, value in zip(ones, case["advantages"])]
+    for name in ("new_log_probs", "old_log_probs", "ref_log_prob"):
+        rows = case[f"{name[:3]}_logprobs"]
+        store[name] = [torch.tensor(row[: len(one)]) for row, one in zip(rows, ones)]
+    for name, rows in store.items():
+        store[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # no padding
+    config = mock.Mock(lopti=SimpleNamespace(**case), case=case, store=store)
+    trainer = import_plugin(store)["LoptiTrainer"](config)
+    metrics = {}
+    trainer._update_actor(trainer._compute_advantage(BATCH, metrics), metrics)
+    names = {"low/loss": "low", "high/loss": "high"} if case["eta"] else {"loss": "all"}
+    right = {metric: case["passes"][name]["loss"] for metric, name in names.items()}
+    assert metrics == pytest.approx(right, rel=1e-5, abs=1e-7)
+    assert list(metrics) == list(names)  # the passes in their order
+    assert store["response_mask"].values().all()
 
 
-def test_verl_plugin_is_a_right_port(update):
-    """Its weights, its split, its order and its masks; verl itself steps at gradient 0."""
-    assert check_port.find_mistakes(update) == ("zero step",)
-
-
-def test_verl_reward_is_one_number(monkeypatch):
-    plugin, _ = verl_plugin(monkeypatch)
-    response = "So.</think><answer>(1) Zoey is a knight</answer>"
-    for truth in ("(1) Zoey is a knight", {"solution_text_format": "(1) Zoey is a knight"}):
-        reward = plugin["compute_score"]("kk", response, truth)
-        assert isinstance(reward, float) and reward == 3.0
+def test_reward_is_a_number():
+    compute_score = import_plugin({})["compute_score"]
+    response = "So.</think><answer>Zoey is a knight</answer>"  # the prompt has opened <think>
+    truth = "(1) Zoey is a knight"
+    assert compute_score("kk", response, truth) == 3.0
+    assert compute_score("kk", response, {"solution_text_format": truth}) == 3.0

@@ -1,11 +1,9 @@
 """Advantage Reweighting and Lopti as a subclass of TRL's GRPOTrainer; nothing in TRL is changed.
 
     pip install -r requirements.txt trl==1.16.0
-    python data/ports/trl_lopti.py --steps 5                       # bundled model and puzzles
-    torchrun --nproc-per-node 2 data/ports/trl_lopti.py --steps 5 --output runs/trl-2
-    python lopti.py --steps 0 --model runs/trl                     # evaluates what came of it
+    python data/ports/trl_lopti.py --steps 2     # with the bundled model and puzzles
 
-Written for TRL 1.16 with transformers 5.24. What a run of your own has to mind: README.md here.
+For a training of your own paste LoptiTrainer; README.md here says what to mind then.
 """
 
 import argparse
@@ -13,74 +11,72 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads sleep sooner
+
 import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 from rewards import kk_reward
 
 
 class LoptiTrainer(GRPOTrainer):
-    """GRPOTrainer with `alpha` (α of Eq. 4) and `eta` (η of Lopti); with 0 and 0 it is GRPO."""
+    """GRPOTrainer with `alpha` (α of Eq. 4) and `eta` (η of Lopti); with 0 and 0 it is GRPO.
 
-    def __init__(self, *args, alpha=0.0, eta=0.0, **kwargs):
-        super().__init__(*args, **kwargs)
+    It sets what the method needs in `args`, a GRPOConfig. There `steps_per_generation` must be a
+    multiple of `gradient_accumulation_steps`: the quotient is the number of mini-batches.
+    """
+
+    def __init__(self, model, reward_funcs, args, alpha=0.0, eta=0.0, **options):
+        args.loss_type = "dapo"  # the sum over tokens divided by one N for all micro-batches
+        args.use_bias_correction_kl = False  # True multiplies the KL by the ratio
+        if eta:
+            args.num_iterations = 2  # Lopti's two passes over a rollout batch
+        super().__init__(model, reward_funcs, args, **options)
         self.alpha = alpha
         self.eta = eta
-        required = {
-            "loss_type": "dapo",  # a sum over tokens divided by num_items_in_batch
-            "num_iterations": 2 if eta else self.num_iterations,  # Lopti's two passes
-            "importance_sampling_level": "token",
-            "use_bias_correction_kl": False,  # True multiplies the KL by the ratio
-        }
-        wrong = []
-        for key, value in required.items():
-            if getattr(self.args, key) != value:
-                wrong.append(f"{key}={value!r}")
-        if self.args.steps_per_generation % self.args.gradient_accumulation_steps:
-            wrong.append("steps_per_generation a multiple of gradient_accumulation_steps")
-        if wrong:
-            raise ValueError("the method of the paper needs GRPOConfig with " + ", ".join(wrong))
-
-    def _generate_and_score_completions(self, inputs):
-        """The rollout batch of this process: advantages become (B, T), by Eq. 4."""
-        batch = super()._generate_and_score_completions(inputs)
-        if not self.model.training:
-            return batch
-        if "old_per_token_logps" not in batch:  # TRL leaves them out where one step uses up a batch
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            sizes = batch["completion_ids"].shape[1], self.args.per_device_train_batch_size
-            with torch.no_grad():
-                scores = self._get_per_token_logps_and_entropies(self.model, ids, mask, *sizes)
-            batch["old_per_token_logps"] = scores[0]
-        probabilities = batch["old_per_token_logps"].exp()  # (B, T) π_old, at the temperature
-        weights = self.alpha * probabilities + 1 - self.alpha
-        batch["advantages"] = weights * batch["advantages"][:, None]
-        batch["low"] = probabilities < self.eta
-        batch["response_mask"] = batch["completion_mask"] * batch.get("tool_mask", 1)
-        return batch
 
     def _prepare_inputs(self, generation_batch):
-        """A micro-batch: `tool_mask` takes the other pass's tokens from the loss, not from N."""
+        """A micro-batch of TRL's with Eq. 4 in its advantages, the tokens of this pass, and N.
+
+        TRL samples a rollout batch, shuffles its rows once and cuts it into micro-batches. It
+        keeps them for both passes.
+        """
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training:
-            return inputs
-        per_batch = self.args.steps_per_generation
-        per_step = self.args.gradient_accumulation_steps
-        mask = inputs["response_mask"].bool()
+            return inputs  # an evaluation
+        old_logprobs = inputs.get("old_per_token_logps")  # (B, T) at the sampling temperature
+        if old_logprobs is None:  # one optimizer step uses up the batch: they are the current ones
+            old_logprobs = self._current_logprobs(inputs)
+        pi = old_logprobs.exp()
+        weights = self.alpha * pi + 1 - self.alpha  # Eq. 4
+        micro_batches = self.args.steps_per_generation  # of a rollout batch, in this process
+        per_step = self.args.gradient_accumulation_steps  # of a mini-batch
+        tokens = response_mask(inputs)
         if self.eta:
-            low_pass = self._step // per_batch % 2 == 0
-            mask = mask & (inputs["low"] == low_pass)
-        first = self._step % per_batch // per_step * per_step
-        mini_batch = self._buffered_inputs[first : first + per_step]  # its micro-batches here
-        tokens = self.accelerator.reduce(sum(part["response_mask"].sum() for part in mini_batch))
-        # TRL takes num_items_in_batch for the rollout batch's and divides it by the mini-batches
-        return {**inputs, "tool_mask": mask, "num_items_in_batch": tokens * per_batch / per_step}
+            is_first_pass = self._step // micro_batches % 2 == 0
+            tokens = tokens & ((pi < self.eta) == is_first_pass)
+        first = self._step % micro_batches // per_step * per_step
+        mini_batch = self._buffered_inputs[first : first + per_step]
+        counts = [response_mask(part).sum() for part in mini_batch]
+        N = self.accelerator.reduce(sum(counts))  # all response tokens, of all processes
+        return {
+            **inputs,
+            "old_per_token_logps": old_logprobs,
+            "advantages": weights * inputs["advantages"][:, None],
+            "tool_mask": tokens,  # TRL's loss is a sum over these
+            # which TRL takes for the rollout batch's, and divides by the number of mini-batches
+            "num_items_in_batch": N * micro_batches / per_step,
+        }
+
+    @torch.no_grad()
+    def _current_logprobs(self, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        length = inputs["completion_ids"].shape[1]
+        return self._get_per_token_logps_and_entropies(self.model, ids, mask, length)[0]
 
     def _get_grad_norm(self, model, grad_norm=None):
         """No step where the gradient is 0: AdamW would move the weights, but passes over None."""
@@ -90,22 +86,20 @@ class LoptiTrainer(GRPOTrainer):
         return norm
 
 
-def trl_settings(settings, processes=1, accumulation=1):
-    """Settings of lopti.py in the names of GRPOConfig."""
+def response_mask(inputs):
+    """The tokens that the policy has sampled: (B, T)."""
+    return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+
+
+def trl_settings(settings, processes=1):
+    """Settings of lopti.py in the names of GRPOConfig; a mini-batch is one micro-batch."""
     responses = settings.prompts_per_step * settings.group_size
-    mini_batches = responses // settings.mini_batch_size
     return {
-        "loss_type": "dapo",
-        "use_bias_correction_kl": False,
-        "num_iterations": 2 if settings.eta else 1,
-        "steps_per_generation": mini_batches * accumulation,
-        "gradient_accumulation_steps": accumulation,
-        "per_device_train_batch_size": settings.mini_batch_size // (processes * accumulation),
+        "steps_per_generation": responses // settings.mini_batch_size,
+        "per_device_train_batch_size": settings.mini_batch_size // processes,
         "num_generations": settings.group_size,
         "max_completion_length": settings.max_new_tokens,
         "temperature": settings.temperature,
-        "top_p": 1.0,
-        "top_k": 0,
         "epsilon": settings.clip_low,
         "epsilon_high": settings.clip_high,
         "delta": settings.clip_dual,
@@ -119,26 +113,29 @@ def trl_settings(settings, processes=1, accumulation=1):
         "bf16": False,
         "activation_checkpointing": False,
         "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
     }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=5, help="rollout batches")
-    parser.add_argument("--alpha", type=float, default=0.3, help="α of Eq. 4")
-    parser.add_argument("--eta", type=float, default=0.5, help="η of Lopti")
-    parser.add_argument("--output", default="runs/trl", help="folder for the trained model")
+    parser.add_argument("--steps", type=int, default=5, help="training steps (5)")
+    parser.add_argument("--alpha", type=float, default=0.3, help="α of Eq. 4 (0.3)")
+    parser.add_argument("--eta", type=float, default=0.5, help="η of Lopti (0.5)")
+    parser.add_argument("--output", default="runs/trl", help="a new folder for the trained model")
     flags = parser.parse_args()
+    if Path(flags.output).exists():
+        parser.error(f"{flags.output} exists: give another --output")
     settings = lopti.Settings(alpha=flags.alpha, eta=flags.eta)
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
-    examples, _ = lopti.load_data(settings, tokenizer)
-    puzzles = [{"prompt": each["prompt"], "solution": each["solution"]} for each in examples]
+    rows, _ = lopti.load_data(settings, tokenizer)
+    puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
     options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
-    optimizer_steps = options["steps_per_generation"] * options["num_iterations"]  # of a batch
-    options["max_steps"] = flags.steps * optimizer_steps
-    options["logging_steps"] = optimizer_steps
+    options["logging_steps"] = options["steps_per_generation"] * len(settings.pass_names())
+    options["max_steps"] = flags.steps * options["logging_steps"]  # TRL counts optimizer steps
+    # TRL's own optimizer would leave norms and biases without weight decay.
+    optimizer = torch.optim.AdamW(
+        policy.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True
+    )
     trainer = LoptiTrainer(
         policy,
         kk_reward,
@@ -147,16 +144,10 @@ def main():
         eta=settings.eta,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(puzzles),
-        optimizers=(make_optimizer(policy, settings), None),
+        optimizers=(optimizer, None),
     )
     trainer.train()
     trainer.save_model()
-
-
-def make_optimizer(policy, settings):
-    """TRL's own optimizer would leave norms and biases without weight decay."""
-    decay = settings.weight_decay
-    return torch.optim.AdamW(policy.parameters(), settings.learning_rate, weight_decay=decay)
 
 
 if __name__ == "__main__":

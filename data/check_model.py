@@ -1,0 +1,114 @@
+"""Is π of a model the same when it is drawn as when it is scored? Before a training with lopti.py.
+
+    python data/check_model.py MODEL                  # a folder or a hub name
+    python data/check_model.py MODEL --length 4096    # rows up to this many tokens
+
+The loss takes π from whole rows, padded on the right. Sampling reads a cache and prompts padded on
+the left, and a response that has ended leaves the batch. Some models give another π then. Here
+`lopti.sample` draws three responses: one that ends at once, one to a short prompt with much
+padding, one that ends near --length. `lopti.token_logits` scores them. All tokens of the vocabulary
+are compared, in float32. Exit code 0: equal to 1e-2 nats. 1: not equal. 2: there is no such model.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from transformers import GenerationConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import lopti
+
+TOLERANCE = 1e-2  # nats
+SMALLEST = 1e-30  # of what is less likely the logarithm is not compared
+QUESTION = "Which of the inhabitants is a knight, and which is a knave? "
+
+
+def largest_difference(model, tokenizer, length):
+    """Between log π as drawn and as scored, in nats, over M sampled tokens and the vocabulary."""
+    settings = lopti.Settings(max_new_tokens=lopti.STRETCH + 4)  # so that a second stretch begins
+    end_ids = model.generation_config.eos_token_id
+    drawn = {0: [], 1: [], 2: []}  # by row; row 0 ends at once and leaves the batch
+
+    def draw(probabilities, num_samples):
+        """Takes the place of torch.multinomial, with which HF draws the next token of each row."""
+        first = 3 - len(probabilities)
+        for row, values in enumerate(probabilities, first):
+            drawn[row].append(values)
+        without_end = probabilities.clone()
+        without_end[:, end_ids] = 0.0
+        ids = multinomial(without_end, num_samples)
+        if first == 0:
+            ids[0] = end_ids[0]
+        return ids
+
+    multinomial = torch.multinomial
+    prompt_length = length - settings.max_new_tokens
+    long = QUESTION
+    while len(tokenizer(long + QUESTION, add_special_tokens=False).input_ids) <= prompt_length:
+        long += QUESTION
+    with torch.no_grad(), mock.patch("torch.multinomial", draw):
+        rollout = lopti.sample(model, tokenizer, [QUESTION, QUESTION, long], 1, 1.0, settings)
+        mask = rollout.response_mask
+        scored = lopti.token_logits(model, rollout.ids, mask, 1.0).softmax(1)
+    rows = []  # a row that has ended is drawn on until it leaves, as padding
+    for row, count in enumerate(mask.sum(1).tolist()):
+        rows.append(torch.stack(drawn[row][:count]))
+    difference = torch.cat(rows).clamp(min=SMALLEST).log() - scored.clamp(min=SMALLEST).log()
+    return float(difference.abs().max())  # of (M, V)
+
+
+def end_tokens(name, model, tokenizer):
+    """{token: the places that say that it ends a response} of the end tokens that lopti.py uses."""
+    try:
+        of_config = GenerationConfig.from_pretrained(name).eos_token_id
+    except OSError:  # the model has none: what its config says
+        of_config = model.config.get_text_config().eos_token_id
+    if not isinstance(of_config, list):
+        of_config = [of_config]
+    after = ""  # what the chat template writes after a response
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "RESPONSE"}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        after = text.rpartition("RESPONSE")[2]
+    found = {}
+    for end_id in model.generation_config.eos_token_id:
+        token = tokenizer.convert_ids_to_tokens(end_id)
+        places = {
+            "tokenizer": token == tokenizer.eos_token,
+            "generation config": end_id in of_config,
+            "chat template": token in after,
+        }
+        found[token] = [place for place, says_so in places.items() if says_so]
+    return found
+
+
+def main(words=None):
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    parser.add_argument("model", help="folder or hub name")
+    parser.add_argument("--length", type=int, default=656, help="tokens in a row (default: 656)")
+    args = parser.parse_args(words)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        model, tokenizer = lopti.load_model(args.model, device)
+    except (lopti.UserError, OSError) as problem:
+        parser.error(str(problem))
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = min(args.length, longest or args.length)
+    print(f"model type: {model.config.model_type}; longest position: {longest or 'not stated'}")
+    for token, places in end_tokens(args.model, model, tokenizer).items():
+        print(f"end token {token}: from {', '.join(places)}")
+    worst = largest_difference(model, tokenizer, length)
+    found = f"log π as drawn and as scored differ by up to {worst:.1e} nats ({length} tokens)"
+    if worst <= TOLERANCE:
+        print(f"π is right: {found}.")
+        return 0
+    print(f"π is wrong, do not train this model with lopti.py: {found}.")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
