@@ -116,7 +116,7 @@ def other_template():
 def packed(prompts, responses):
     """A Rollout of these ids."""
     ids, mask, lengths = lopti.pack(prompts, responses)
-    return lopti.Rollout(ids, mask, lengths, lengths == 0, [""] * len(ids))
+    return lopti.Rollout(ids, mask, lengths, lengths == 0, [])
 
 
 def random_rollout(model, settings):
@@ -241,7 +241,8 @@ def plain_optimizer_step(policy, optimizer, batch, name, settings):
     result["grad_norm"] = gradient(policy).norm().item()
     for parameter in policy.parameters():
         parameter.grad *= min(1, settings.max_grad_norm / (result["grad_norm"] + 1e-6))
-    optimizer.step()
+    if result["grad_norm"]:
+        optimizer.step()
     return result
 
 
@@ -276,7 +277,7 @@ OFF_DEFAULT = (
     "--solved-reward 1 "
 )
 TRAINING = {  # flags: the tokens of each pass
-    "--alpha 0.3 --eta 0.06 --kl-coef 0.5 --min-p 0.05": "low high",
+    "--alpha 0.3 --eta 0.06 --kl-coef 0.5 --min-p 0.05 --passes 2": "low high low high",
     "--alpha 0.9 --eta 0.06 --order high-low --advantage reinforce++ --kl-coef 0": "high low",
     "--kl-coef 0.2 --passes 2": "all all",
 }
@@ -305,7 +306,7 @@ def test_training_step_against_a_plain_second_implementation(flags):
             plain_values = joined(getattr(row, each).tolist() for row in rows)
             assert close(values[rollout.response_mask], plain_values, 1e-3)
         results = joined(updates)
-        assert results == [pytest.approx(one, rel=2e-3, abs=1e-4) for one in joined(expected)]
+        assert results == [pytest.approx(one, rel=1e-3, abs=1e-5) for one in joined(expected)]
         happened |= {name for result in results for name, value in result.items() if value}
     assert set(CLIPS.values()) <= happened  # every clip was active somewhere
     moved = (weights(plain) - start).norm()
@@ -381,10 +382,12 @@ def test_which_tokens_end_a_response():
     assert lopti.end_token_ids(model, tokenizer) == [4]
 
 
-def test_every_end_token_ends_a_response_and_belongs_to_it(tmp_path, monkeypatch):
-    """Of the tokenizer, of a base model's config, of the template. What has ended leaves."""
-    save_both(random_model(ends=[3]), other_template(), tmp_path)
-    model, tokenizer = lopti.load_model(tmp_path, "cpu")
+def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monkeypatch):
+    """Of the tokenizer, of a base model's config, of the template; of the trained model in final/,
+    too. What has ended leaves the batch."""
+    base = save_both(random_model(ends=[3]), other_template(), tmp_path / "base")
+    assert exit_code(f"{flags} --model {base} --steps 1 --output {tmp_path}/run") == 0
+    model, tokenizer = lopti.load_model(tmp_path / "run" / "final", "cpu")
     calls = watch(monkeypatch, model, "generate").call_args_list
     torch.manual_seed(0)
     rollout = sample(model, "--max-new-tokens 60", tokenizer, PROMPTS[:2], 128, 2.0)
@@ -446,7 +449,7 @@ def test_bfloat16_is_for_forward_passes():
     assert torch.equal(divided, logits / 0.7)
 
 
-# 4. Advantages, 5. Advantage Reweighting, 6. Lopti: golden numbers and docstrings, and ------------
+# 4 to 7. Advantages, Eq. 4, the split, the update -------------------------------------------------
 
 
 @pytest.mark.parametrize("reward", [0.1, -3.0, 1e-8, 1e6 + 0.1])
@@ -459,14 +462,6 @@ def test_equal_rewards_get_exactly_zero_and_nearly_equal_ones_do_not(reward):
         assert lopti.group_advantages(values, 7).any() == is_unequal
         assert lopti.reinforce_pp_advantages(values, torch.ones(7, 3) > 0).any() == is_unequal
     assert lopti.reaches(0.7 + 0.2 + 0.1, 1.0)  # .9999999999999999
-
-
-def test_ar_with_alpha_0_changes_no_bit():
-    advantages, old_logprobs = torch.randn(2, 9, 9)
-    assert torch.equal(lopti.reweight_advantages(advantages, old_logprobs, 0.0), advantages)
-
-
-# 7. The update ------------------------------------------------------------------------------------
 
 
 def test_eq_1_by_hand():
@@ -740,11 +735,6 @@ def test_wrong_flags_exit_with_2(flags, capsys):
     lopti.Settings(alpha=1, eta=1, top_entropy=1, kl_coef=0, steps=0, seed=2**32 - 1)
 
 
-def test_lopti_updates_the_low_probability_tokens_first():
-    assert settings_of("--eta .5").pass_names() == ["low", "high"]
-    assert settings_of("--eta .5 --order high --passes 2").pass_names() == ["high", "high"]
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     """Of a run of five steps of AR + Lopti with a small model and 20 rows."""
@@ -881,22 +871,17 @@ def test_what_a_run_reports_at_its_end(tmp_path, capsys):
 
 
 def test_micro_batches_count_padding():
-    """Two rows of 5 and 4 tokens take 10 places."""
-    assert lopti.micro_batches(torch.tensor([30, 5, 4]), size=9) == [[2], [1], [0]]
-
-
-def test_micro_batches_count_tokens_with_padding():
-    """Rows × longest: 3 × 4 fit into 12. Sorted by length; one long row alone."""
+    """Rows × longest: 2 + 2 + 4 are 12, and 4 + 5 are 10. Sorted by length; a long row alone."""
     lengths = torch.tensor([9, 2, 5, 30, 2, 4])
     assert lopti.micro_batches(lengths, 12) == [[1, 4, 5], [2], [0], [3]]
-    assert lopti.micro_batches(lengths, 1) == [[1], [4], [5], [2], [0], [3]]
+    assert lopti.micro_batches(lengths, 9) == [[1, 4], [5], [2], [0], [3]]
 
 
 def test_step_metrics_by_hand():
     """Two groups of two; Lopti's two passes are added, mini-batches and --passes averaged."""
     rollout = packed([[5]] * 4, [[6, 7], [8], [9, 9, 9], [6, 6]])
-    rollout.rewards = torch.tensor([3.0, -1.0, 3.0, 3.0])
     rollout.truncated = torch.tensor([False, False, True, False])
+    rollout.rewards = torch.tensor([3.0, -1.0, 3.0, 3.0])
     pi = torch.tensor([0.5, 0.3, 0.4, 0.9, 0.1, 0.8, 0.6, 0.2])
     rollout.old_logprobs = lopti.scatter(pi.log(), rollout.response_mask)
     rollout.ref_logprobs = lopti.scatter((pi / 2).log(), rollout.response_mask)
@@ -1011,7 +996,7 @@ def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
         assert load.call_args.kwargs["map_location"] == "cpu"
 
 
-# 13. Plumbing: the model --------------------------------------------------------------------------
+# 13. Plumbing: the model, 14. the command line ----------------------------------------------------
 
 
 def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
@@ -1035,19 +1020,6 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
     with pytest.raises(lopti.UserError, match="frozen weights"):
         lopti.load_model("", "cpu")
-
-
-def test_the_trained_model_ends_its_responses_as_before(flags, tmp_path):
-    """final/ keeps every end token; that of the template, too."""
-    save_both(random_model(ends=[3]), other_template(), tmp_path / "base")
-    flags += f"--model {tmp_path}/base --steps 1 --output {tmp_path}/run"
-    assert exit_code(flags) == 0
-    final = tmp_path / "run" / "final"
-    assert GenerationConfig.from_pretrained(final).eos_token_id == [1, 3, 4]
-    model, tokenizer = lopti.load_model(final, "cpu")
-    torch.manual_seed(0)
-    rollout = sample(model, "--max-new-tokens 60", tokenizer, ["Lily"], 64, 2.0)
-    assert {1, 3, 4} <= set(rollout.ids[rollout.response_mask].tolist())
 
 
 NOT_LOADED = {
@@ -1084,9 +1056,6 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
     assert updated(model=model)[1] == results
     assert layer_norm.call_count == 2 * count + 4  # 2 layers × 2 layer norms
     assert torch.equal(weights(plain), weights(model))
-
-
-# 14. Plumbing: the command line -------------------------------------------------------------------
 
 
 def test_help_has_five_groups_and_every_flag(capsys):
