@@ -348,7 +348,7 @@ def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, t
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 @pytest.mark.parametrize("ends", [[1], ENDS])
-def test_greedy_responses_are_those_of_generate(family, ends):
+def test_greedy_responses_are_those_of_generate(family, ends, monkeypatch):
     """Left padding, stretches of 32 tokens and rows that have ended change no token; nor does a
     padding token that was itself sampled."""
     model = random_model(family, ends)
@@ -360,8 +360,9 @@ def test_greedy_responses_are_those_of_generate(family, ends):
         alone.append(model.generate(ids, generation_config=options)[0].tolist())
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token_id = alone[0][-33]
-    flags = "--max-new-tokens 40 --sample-batch-size 5"
-    rollout = sample(model, flags, tokenizer, group_size=4)
+    calls = watch(monkeypatch, lopti, "generate").call_args_list
+    rollout = sample(model, "--max-new-tokens 40 --sample-batch-size 5", tokenizer, group_size=4)
+    assert [len(call.args[1]) for call in calls] == [5, 5, 2]
     for i, row in enumerate(plain_rows(rollout)):
         assert row.prompt.tolist() == TOKENIZER(PROMPTS[i // 4]).input_ids
         assert [*row.prompt, *row.response] == alone[i // 4]
@@ -384,8 +385,11 @@ def test_which_tokens_end_a_response():
 
 def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monkeypatch):
     """Of the tokenizer, of a base model's config, of the template; of the trained model in final/,
-    too. What has ended leaves the batch."""
-    base = save_both(random_model(ends=[3]), other_template(), tmp_path / "base")
+    too. What has ended leaves the batch. A text is what was sampled, with special tokens such as
+    <think> and without the tokenizer's clean-up of spaces."""
+    tokenizer = other_template()
+    tokenizer.clean_up_tokenization_spaces = True
+    base = save_both(random_model(ends=[3]), tokenizer, tmp_path / "base")
     assert exit_code(f"{flags} --model {base} --steps 1 --output {tmp_path}/run") == 0
     model, tokenizer = lopti.load_model(tmp_path / "run" / "final", "cpu")
     calls = watch(monkeypatch, model, "generate").call_args_list
@@ -396,35 +400,13 @@ def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monk
     last = set()
     for row, truncated, text in zip(plain_rows(rollout), rollout.truncated, rollout.texts):
         ids = row.response.tolist()
-        assert not {1, 3, 4} & set(ids[:-1])
-        assert text == TOKENIZER.decode(ids if truncated else ids[:-1])
+        if not truncated:
+            last.add(ids.pop())
+        assert not {1, 3, 4} & set(ids)
         assert len(ids) == 60 or not truncated
-        last |= {ids[-1]} if not truncated else set()
-    assert last == {1, 3, 4}
-
-
-def test_texts_are_what_was_sampled():
-    """Special tokens stay, for rewards must see <think>. The tokenizer cleans up no spaces."""
-    tokenizer = copy.deepcopy(TOKENIZER)
-    names = [name for name, number in tokenizer.get_vocab().items() if number >= 200]
-    tokenizer.add_special_tokens({"extra_special_tokens": names})
-    tokenizer.clean_up_tokenization_spaces = True
-    torch.manual_seed(0)
-    rollout = sample(random_model(), "--max-new-tokens 12", tokenizer, PROMPTS, 40, 3.0)
-    cleaned = 0
-    for row, text in zip(plain_rows(rollout), rollout.texts):
-        ids = row.response[row.response != 1]
         assert text == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        cleaned += tokenizer.decode(ids) != text
-    assert cleaned
-
-
-@pytest.mark.parametrize("size, parts", [(0, [300]), (256, [256, 44])])
-def test_how_many_responses_are_sampled_at_a_time(size, parts, monkeypatch):
-    calls = watch(monkeypatch, lopti, "generate").call_args_list
-    flags = f"--sample-batch-size {size} --max-new-tokens 1"
-    sample(random_model(), flags, prompts=["Lily"], group_size=300)
-    assert [len(call.args[1]) for call in calls] == parts
+    assert last == {1, 3, 4}
+    assert text != tokenizer.decode(ids)
 
 
 # 3. Log-probabilities -----------------------------------------------------------------------------
@@ -696,14 +678,12 @@ def test_80_20_divides_by_what_it_keeps(share, loss):
 
 DEFAULTS = (
     "--alpha 0 --eta 0 --order low-high --passes 1 --advantage grpo --top-entropy 0 --min-p 0 "
-    "--clip-low 0.2 --clip-high 0.24 --clip-dual 10 --kl-coef 0.001 "
-    "--prompts-per-step 16 --group-size 8 --temperature 1 --max-prompt-length 400 "
-    "--max-new-tokens 256 --sample-batch-size 256 "
-    "--learning-rate 1e-4 --weight-decay 0.01 --max-grad-norm 1 --mini-batch-size 64 "
-    "--tokens-per-microbatch 2048 --steps 24 "
-    "--model= --task kk --data= --eval-data= --reward= --solved-reward 3 --dtype float32 "
-    "--device auto --eval-every 0 --eval-size 100 --eval-samples 4 --save-every 10 --output= "
-    "--seed 0"
+    "--clip-low 0.2 --clip-high 0.24 --clip-dual 10 --kl-coef 0.001 --prompts-per-step 16 "
+    "--group-size 8 --temperature 1 --max-prompt-length 400 --max-new-tokens 256 "
+    "--sample-batch-size 256 --learning-rate 1e-4 --weight-decay 0.01 --max-grad-norm 1 "
+    "--mini-batch-size 64 --tokens-per-microbatch 2048 --steps 24 --model= --task kk --data= "
+    "--eval-data= --reward= --solved-reward 3 --dtype float32 --device auto --eval-every 0 "
+    "--eval-size 100 --eval-samples 4 --save-every 10 --output= --seed 0"
 )
 
 
@@ -798,11 +778,13 @@ def test_train_is_training_step_in_a_loop(finished_run, flags):
 
 
 def test_settings_of_zero(flags, tmp_path, monkeypatch):
-    """--steps 0 evaluates all prompts, greedily only, in a folder with the name of the task. β = 0
-    needs no reference. Training has the seed, evaluations the next one."""
+    """--steps 0 evaluates all prompts at a time, greedily only, in a folder with the name of the
+    task. β = 0 needs no reference. Training has the seed, evaluations the next one."""
     monkeypatch.chdir(tmp_path)
-    zeros = "--data= --steps 0 --eval-size 0 --eval-samples 0 --max-new-tokens 1"
-    assert exit_code(f"{flags} {zeros}") == 0
+    calls = watch(monkeypatch, lopti, "generate").call_args_list
+    zeros = "--steps 0 --eval-size 0 --eval-samples 0 --sample-batch-size 0"
+    assert exit_code(f"{flags} {zeros} --data= --max-new-tokens 1") == 0
+    assert [len(call.args[1]) for call in calls] == [400]
     (folder,) = (tmp_path / "runs").glob("kk-*")
     assert {path.name for path in folder.iterdir()} == {"config.json", "evaluations.jsonl"}
     (line,) = lopti.read_lines(folder / "evaluations.jsonl")
@@ -948,28 +930,6 @@ def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path):
     assert json.loads((folder / "config.json").read_text())["steps"] == 5
 
 
-NOT_RESUMED = {
-    "--steps 4": "has done 5 steps: give --steps 5 or more",
-    "--learning-rate 1e-3": "beside --resume only --steps is taken",
-    "--stapo --steps 6": "beside --resume only --steps is taken",
-    "--steps 6": "has no checkpoint.pt",
-}
-
-
-@pytest.mark.parametrize("words", NOT_RESUMED)
-def test_what_resume_refuses(words, finished_run, tmp_path, capsys):
-    """In one sentence; no file is changed."""
-    folder = shutil.copytree(finished_run, tmp_path / "copy")
-    if words == "--steps 6":
-        (folder / "checkpoint.pt").unlink()
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    before = [path.read_bytes() for path in files]
-    assert exit_code(f"--resume {folder} {words}") == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert NOT_RESUMED[words] in sentence
-    assert [path.read_bytes() for path in files] == before
-
-
 def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
     """It has the random state of a (pretended) GPU, which a CPU leaves out; it is read into memory,
     not into a second place beside the weights; and it stays until the next is complete."""
@@ -1022,30 +982,6 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
         lopti.load_model("", "cpu")
 
 
-NOT_LOADED = {
-    "no/such-model": "cannot load --model no/such-model",
-    "weights": "cannot load --model weights",  # without a tokenizer
-    "endless": "has no token that ends a response",
-    "endless --device nonsense": "on --device nonsense",
-}
-
-
-@pytest.mark.parametrize("name", NOT_LOADED)
-def test_models_that_are_refused(name, flags, tmp_path, capsys, monkeypatch):
-    """In one sentence; no folder is made."""
-    monkeypatch.chdir(tmp_path)
-    model = random_model()
-    model.save_pretrained("weights")
-    model.generation_config = GenerationConfig()
-    tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.eos_token = tokenizer.chat_template = None
-    save_both(model, tokenizer, "endless")
-    assert exit_code(f"{flags} --output run --model {name}") == 2
-    (sentence,) = capsys.readouterr().err.splitlines()
-    assert NOT_LOADED[name] in sentence
-    assert not Path("run").exists()
-
-
 def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
     """The same bits by two forward passes of each layer, without dropout."""
     layer_norm = watch(monkeypatch, torch.nn.functional, "layer_norm")
@@ -1070,6 +1006,38 @@ def test_help_has_five_groups_and_every_flag(capsys):
     for page in ("README.md", "data/GUIDE.md"):
         for command in re.findall(r"python lopti\.py[^\n`]*", (ROOT / page).read_text()):
             assert set(re.findall(r"--[a-z][a-z-]*", command)) <= named, command
+
+
+REFUSED = {  # flags: what the sentence names
+    "--model no/such-model": "cannot load --model no/such-model",
+    "--model weights": "cannot load --model weights",  # without a tokenizer
+    "--model endless": "has no token that ends a response",
+    "--model endless --device nonsense": "on --device nonsense",
+    "--resume finished --steps 4": "has done 5 steps: give --steps 5 or more",
+    "--resume finished --learning-rate 1e-3": "beside --resume only --steps is taken",
+    "--resume finished --stapo --steps 6": "beside --resume only --steps is taken",
+    "--resume lost --steps 6": "has no checkpoint.pt",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, monkeypatch):
+    """In one sentence; no file is changed or made."""
+    monkeypatch.chdir(tmp_path)
+    model = random_model()
+    model.save_pretrained("weights")
+    model.generation_config = GenerationConfig()
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.eos_token = tokenizer.chat_template = None
+    save_both(model, tokenizer, "endless")
+    for name in ("finished", "lost"):
+        shutil.copytree(finished_run, name)
+    Path("lost/checkpoint.pt").unlink()
+    before = {path: path.read_bytes() for path in Path().rglob("*.*")}
+    assert exit_code(words if "--resume" in words else f"{flags} {words} --output run") == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert REFUSED[words] in sentence
+    assert {path: path.read_bytes() for path in Path().rglob("*.*")} == before
 
 
 def test_files_of_flags(tmp_path):
