@@ -458,6 +458,8 @@ def test_eq_1_by_hand():
     expected = {"policy_loss": (-1.24 + 0.8 + 10 - 0.5) / 5, "kl": 0.1931472 / 5}
     assert float(loss) == pytest.approx(expected["policy_loss"] + 0.1 * expected["kl"])
     assert statistics == pytest.approx(expected | dict.fromkeys(CLIPS.values(), 0.2))
+    far = lopti.kl_estimate(torch.zeros(2), torch.tensor([-math.inf, 6.0]))
+    assert close(far, [math.exp(-5) + 4, 10], 1e-6)
 
 
 def test_gradient_of_the_loss_by_finite_differences():
@@ -832,7 +834,10 @@ def test_the_accuracy_table_by_hand(monkeypatch):
         "pass@4": pytest.approx([2 / 3, 1 / 2, 3 / 5]),
         "cut off": pytest.approx([1 / 3, 0, 1 / 5]),
     }
-    assert table["greedy"]["10"][1:] == pytest.approx((0.2077, 0.9385), abs=1e-4)  # Wilson's
+    assert table["greedy"]["10"][1:] == pytest.approx((0.2077, 0.9385), abs=1e-4)
+    interval = lopti.wilson_interval(torch.ones(2))
+    assert interval == pytest.approx((1, 0.3424, 1), abs=1e-4)
+    assert lopti.accuracy_table(["all"] * 2, {"a": torch.ones(2)}) == {"a": {"all": interval}}
 
 
 def test_what_a_run_reports_at_its_end(tmp_path, capsys):
