@@ -6,24 +6,23 @@ Nothing of lopti.py is used here: the tests hold lopti.py to these numbers as th
 port. golden.json has four parts.
 
 `cases`: one loss and its gradient, for each kind of pass. Inputs, of B responses of up to T tokens:
-    name, group_size, rewards (B,), lengths (B,): what lies beyond a response's length is padding,
+    name, group_size, rewards (B,), lengths (B,): what lies beyond a response's length is padding
     old_logprobs, new_logprobs, ref_logprobs (B, T): log π of the policy that sampled, of the policy
-        that is updated, of the reference,
+        that is updated, of the reference
     alpha, eta, clip_low, clip_high, clip_dual (ε_l, ε_h and c), kl_coef (β)
 Outputs:
     advantages (B,): Â of Eq. 1; reweighted_advantages (B, T): Â after Eq. 4
     low (B, T): true where π_old < η
-    passes: for "all", "low" and "high", the tokens that the pass updates:
-        loss, policy_loss (the loss without the KL), kl (a mean without β), clip_low_share,
-        clip_high_share, clip_dual_share (how many tokens have no policy gradient because of each
-        clip), all divided by N, the number of all tokens; gradient (B, T): that of loss by
-        new_logprobs
+    passes: for "all", "low" and "high", the tokens that the pass updates: loss, policy_loss (the
+        loss without the KL), kl (a mean without β), clip_low_share, clip_high_share and
+        clip_dual_share (how many tokens have no policy gradient because of each clip), all divided
+        by N, the number of all tokens; gradient (B, T): that of loss by new_logprobs
 
 `rollouts`: whole updates of a policy small enough to write down. Inputs, beside the settings above:
     table (V, V): row i holds the logits of the token after token i; reference: another such table
     prompts (B,), one token each; responses: a list of tokens each
-    mini_batch_size: responses of an optimizer step; micro_batch_size: responses of a forward and
-        backward pass, which must change nothing; temperature
+    temperature; mini_batch_size: responses of an optimizer step; micro_batch_size: responses of a
+        forward and backward pass, which must change nothing
     learning_rate, weight_decay, max_grad_norm of AdamW (betas .9 and .999, epsilon 1e-8)
 Outputs:
     old_logprobs, ref_logprobs, advantages (after Eq. 4) and low: a list for each response
@@ -33,17 +32,15 @@ Outputs:
 
 `model`: whole updates of the bundled model (data/tiny, which is the reference too), from four
 responses to one puzzle. Inputs: prompt and responses, as token ids, and what is named above.
-Outputs:
+Outputs, of which about six digits hold on another machine (transformers computes a part of a
+forward pass in float32):
     old_logprobs and entropies: a list for each response; advantages (4,): Â of Eq. 1
-    cases, of which each has a name, alpha, eta and mini_batch_size, and of these come
+    cases, each with a name, alpha, eta and mini_batch_size, of which come
         token_weights (the factor of Eq. 4) and low: a list for each response
         steps: as above, with gradient_norm before it is clipped, and change_norm: the norm of the
-            step's change of all weights
-        change_norm: the norm of the whole update's change
+            step's change of all weights; change_norm: that of the whole update
         new_logprobs: log π of the response tokens after the update
         weights: {name of a parameter: its first entry after the update}
-They have eight digits, of which about six hold on another machine: transformers computes a part of
-a forward pass in float32.
 
 `treatments`: the later methods. Inputs: rewards, lengths, advantages (B,), logits (B, T, V) and ids
 (B, T) of the current policy, temperature, min_p, stapo_tau, stapo_quantile, rho. Outputs:
@@ -54,8 +51,8 @@ a forward pass in float32.
 
 All but `model` is computed with plain Python floats (float64), one token at a time, straight from
 the equations. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were
-drawn at random until every clip and every fact of data/ports/README.md shows in some case.
-A token is named here by its place (i, t): row and position.
+drawn at random until every clip and every fact of data/ports/README.md shows in some case. In the
+code (i, t) is the token at position t of row i.
 """
 
 import json

@@ -116,7 +116,10 @@ def plot(path, differences, measure):
     figure, axis = plt.subplots(figsize=(9, 1.5 + 0.6 * len(differences)), layout="constrained")
     places = np.arange(len(differences))
     excluding = 0
-    for column, label, shift in (("training", "training", -0.1), ("held out", measure, 0.1)):
+    for column, label, shift in (
+        ("training", "training", -0.1),
+        ("held out", f"held out, {measure}", 0.1),
+    ):
         means = differences[column]
         halves = differences[f"{column} ±"]
         excluding += (means.abs() > halves).sum()
@@ -125,7 +128,7 @@ def plot(path, differences, measure):
     axis.set_yticks(places, differences.index)
     axis.invert_yaxis()
     axis.set_xlabel("difference in accuracy, with 95 % intervals over seeds")
-    axis.set_title(f"{excluding} of {2 * len(differences)} differences have an interval without 0")
+    axis.set_title(f"Intervals that exclude 0: {excluding} of {2 * len(differences)}")
     axis.legend(frameon=False)
     figure.savefig(path, dpi=150)
     plt.close(figure)

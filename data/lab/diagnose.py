@@ -82,8 +82,8 @@ def summarize(tokens, norms):
 
 def message(shares, times):
     """What table and plot say."""
-    text = "Tokens with π < .25 are {:.0%} of all. Their gradient norm is {:.1f} ± {:.1f} times as "
-    text = text.format(shares[0, 0], *times) + "large as that of π ≥ .75"
+    text = f"{100 * shares[0, 0]:.0f} % of the tokens have π < .25.\nTheir gradient norm is "
+    text += "{:.1f} ± {:.1f} times as large as that of π ≥ .75".format(*times)
     return text + (" (not significant)." if abs(times[0] - 1) <= times[1] else ".")
 
 
@@ -95,7 +95,7 @@ def table(shares, norms, times):
         ("gradient norm (all tokens: 1)", norms, PAPER_NORMS),
     ):
         lines.append(f"{label:<30}" + "".join(f"{mean:7.2f} ± {half:.2f}" for mean, half in values))
-        lines.append(f"{'  the paper, 7B model':<30}" + "".join(f"{x:7.2f}{'':7}" for x in paper))
+        lines.append(f"{'  the paper, 7B model':<23}" + "".join(f"{x:14.2f}" for x in paper))
     return "\n".join([*lines, "", message(shares, times) + " In the paper it is 4.8 times."])
 
 
@@ -111,7 +111,7 @@ def plot(path, shares, norms, times):
         paper = axis.hlines(of_paper, places - 0.19, places + 0.19, "black", "dashed")
     paper.set_label("the paper, 7B model")
     axis.set_xticks(range(4), BINS)
-    axis.set_title(message(shares, times).replace(". ", ".\n", 1), fontsize=11)
+    axis.set_title(message(shares, times), fontsize=11)
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
