@@ -657,7 +657,7 @@ KEPT = {
     "": "1111111",
     "--stapo": "0001111",  # the three quarters of lower entropy, of five below τ_p = .002
     "--top-entropy .4": "0011100",  # round(2.8) of all tokens, whatever STAPO leaves out
-    "--stapo --top-entropy .4": "0001100",
+    "--stapo --top-entropy .7": "0001100",
     "--top-entropy .07": "0000000",  # round(.49) of a token
 }
 
