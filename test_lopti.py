@@ -714,8 +714,9 @@ WRONG = (
 
 
 @pytest.mark.parametrize("flags", WRONG.split(", "))
-def test_wrong_flags_exit_with_2(flags, capsys):
+def test_wrong_flags_exit_with_2(flags, capsys, monkeypatch):
     """And a sentence that names the flag or the file. Both ends of the limits are allowed."""
+    monkeypatch.setattr(lopti, "train", Mock())
     assert exit_code(flags) == 2
     name = flags.removeprefix("--resume ").removeprefix("@").split()[0]
     assert name in capsys.readouterr().err
