@@ -65,10 +65,10 @@ def ratio(above, below):
     """Σ above / Σ below and half of its 95 % interval. Each has a number for each of n batches.
 
     With R the ratio, the numbers above - R·below have mean 0; s is their standard deviation. The
-    interval is R ± t·s/√n, divided by the mean of below. Here 2 ± 4.303·1/√3:
+    interval is R ± t·s/√n, divided by the mean of below. Here 1 ± 4.303·1/√3/2:
 
-    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.ones(3))))
-    2.000 ± 2.484
+    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.array([2.0] * 3))))
+    1.000 ± 1.242
     """
     value = above.sum() / below.sum()
     t = stats.t.ppf(0.975, len(above) - 1)
