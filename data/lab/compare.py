@@ -117,14 +117,16 @@ def main(words=None):
     parser.add_argument("--against", type=int, nargs="+", default=[1], help="list 1, 2 and so on")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="%(default)s")
     args, lists = parser.parse_known_args(words[:end])
-    names = {number: flags or "GRPO" for number, flags in enumerate(lists, 1)}
-    if len(set(names.values())) < max(2, len(lists)) or not names.keys() >= set(args.against):
+    common = words[end + 1 :]
+    names = [flags or "GRPO" for flags in lists]
+    numbers = set(range(1, len(names) + 1))
+    if len(names) < 2 or len(names) > len(set(names)) or not numbers.issuperset(args.against):
         parser.error("give two or more lists of flags, all different; --against has their numbers")
     rows = []
     try:
-        methods = [lopti.parse_arguments(words[end + 1 :] + shlex.split(flags)) for flags in lists]
+        methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
         for seed in args.seeds:  # all methods with a seed, then the next seed
-            for name, method in zip(names.values(), methods):
+            for name, method in zip(names, methods):
                 print(f"\n{name}, seed {seed}", flush=True)
                 settings = replace(method, seed=seed, output="", resume="")
                 accuracy = accuracies(train(settings, args.output), settings)
@@ -132,7 +134,7 @@ def main(words=None):
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
     runs = pandas.DataFrame(rows)
-    differences = paired_differences(runs, [names[number] for number in args.against])
+    differences = paired_differences(runs, [names[number - 1] for number in args.against])
     print("\nAccuracy, averaged over seeds")
     print(runs.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
     print("\nDifferences for the same seeds, ±: half of a 95 % interval")
