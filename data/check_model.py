@@ -23,14 +23,15 @@ import lopti
 
 TOLERANCE = 1e-2  # nats
 SMALLEST = 1e-30  # of what is less likely the logarithm is not compared
-QUESTION = "Which of the inhabitants is a knight, and which is a knave? "
+SHORT = "Which of the inhabitants is a knight, and which is a knave? "
 
 
 def largest_difference(model, tokenizer, length):
     """Between log π as drawn and as scored, in nats, over M sampled tokens and the vocabulary."""
     settings = lopti.Settings(max_new_tokens=lopti.STRETCH + 4)  # so that a second stretch begins
     end_ids = model.generation_config.eos_token_id
-    drawn = {0: [], 1: [], 2: []}  # by row; row 0 ends at once and leaves the batch
+    drawn = [[], [], []]  # by row; row 0 ends at once and leaves the batch
+    multinomial = torch.multinomial
 
     def draw(probabilities, num_samples):
         """Takes the place of torch.multinomial, with which HF draws the next token of each row."""
@@ -44,19 +45,17 @@ def largest_difference(model, tokenizer, length):
             ids[0] = end_ids[0]
         return ids
 
-    multinomial = torch.multinomial
-    prompt_length = length - settings.max_new_tokens
-    long = QUESTION
-    while len(tokenizer(long + QUESTION, add_special_tokens=False).input_ids) <= prompt_length:
-        long += QUESTION
+    long = SHORT
+    while len(tokenizer(long + SHORT).input_ids) <= length - settings.max_new_tokens:
+        long += SHORT
     with torch.no_grad(), mock.patch("torch.multinomial", draw):
-        rollout = lopti.sample(model, tokenizer, [QUESTION, QUESTION, long], 1, 1.0, settings)
+        rollout = lopti.sample(model, tokenizer, [SHORT, SHORT, long], 1, 1.0, settings)
         mask = rollout.response_mask
         scored = lopti.token_logits(model, rollout.ids, mask, 1.0).softmax(1)
-    rows = []  # a row that has ended is drawn on until it leaves, as padding
-    for row, count in enumerate(mask.sum(1).tolist()):
-        rows.append(torch.stack(drawn[row][:count]))
-    difference = torch.cat(rows).clamp(min=SMALLEST).log() - scored.clamp(min=SMALLEST).log()
+    sampled = []
+    for values, count in zip(drawn, mask.sum(1).tolist()):
+        sampled += values[:count]  # a row that has ended is drawn on until it leaves, as padding
+    difference = torch.stack(sampled).clamp(min=SMALLEST).log() - scored.clamp(min=SMALLEST).log()
     return float(difference.abs().max())  # of (M, V)
 
 
@@ -64,20 +63,19 @@ def end_tokens(name, model, tokenizer):
     """{token: the places that say that it ends a response} of the end tokens that lopti.py uses."""
     try:
         of_config = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # the model has none: what its config says
+    except OSError:  # it has none: what the model's config says
         of_config = model.config.get_text_config().eos_token_id
     if not isinstance(of_config, list):
         of_config = [of_config]
     after = ""  # what the chat template writes after a response
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "RESPONSE"}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-        after = text.rpartition("RESPONSE")[2]
+        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("RESPONSE")[2]
     found = {}
     for end_id in model.generation_config.eos_token_id:
         token = tokenizer.convert_ids_to_tokens(end_id)
         places = {
-            "tokenizer": token == tokenizer.eos_token,
+            "tokenizer": end_id == tokenizer.eos_token_id,
             "generation config": end_id in of_config,
             "chat template": token in after,
         }
@@ -102,12 +100,9 @@ def main(words=None):
     for token, places in end_tokens(args.model, model, tokenizer).items():
         print(f"end token {token}: from {', '.join(places)}")
     worst = largest_difference(model, tokenizer, length)
-    found = f"log π as drawn and as scored differ by up to {worst:.1e} nats ({length} tokens)"
-    if worst <= TOLERANCE:
-        print(f"π is right: {found}.")
-        return 0
-    print(f"π is wrong, do not train this model with lopti.py: {found}.")
-    return 1
+    verdict = "right" if worst <= TOLERANCE else "wrong, do not train this model with lopti.py"
+    print(f"π is {verdict}: log π as drawn and as scored differ by up to {worst:.1e} nats.")
+    return 0 if worst <= TOLERANCE else 1
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@
     python data/lab/compare.py --seeds 0-4 "" "--eta 0.5" -- --model M --data F --task math
 
 A list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- are for all lists.
-Each run is a folder in runs/compare, named by its settings. The same command goes on where it was
-stopped. What has finished keeps its metrics, not its weights.
+Each run is a folder in --output, named by its settings. The same command goes on where it was
+stopped and trains nothing twice. What has finished keeps its metrics, not its weights.
 
-A difference in accuracy is taken for each seed, first minus second:
+Two accuracies of each run are compared, ± is half of a 95 % interval over seeds (Student's t):
 
 - training: averaged over training steps, all but the first
-- held out: at the last evaluation, all difficulties together
+- held out: avg@k of all prompts at the last evaluation; greedy with --eval-samples 0
 """
 
 import argparse
@@ -24,30 +24,21 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-import numpy as np
 import pandas
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
-NUMBERS = {"float_format": "{:.3f}".format, "na_rep": "–"}
+MEASURES = ["training", "held out"]
 
 
-def run_folder(settings, output):
-    """Runs with equal settings have the same folder, however their flags were written."""
+def train(settings, output):
+    """Trains, or goes on with a run, unless it has finished. Returns its folder."""
     text = json.dumps(asdict(settings))
-    return output / f"{zlib.crc32(text.encode()):08x}"
-
-
-def has_finished(folder, settings):
+    folder = output / f"{zlib.crc32(text.encode()):08x}"  # however the flags were written
     evaluations = lopti.read_lines(folder / "evaluations.jsonl")
-    return bool(evaluations) and evaluations[-1]["step"] == settings.steps
-
-
-def train(folder, settings):
-    """Begins a run or goes on with it, unless it has finished. Its weights are deleted then."""
-    if not has_finished(folder, settings):
+    if not evaluations or evaluations[-1]["step"] < settings.steps:
         if (folder / "checkpoint.pt").exists():
             settings = replace(settings, resume=str(folder))
         else:
@@ -56,80 +47,57 @@ def train(folder, settings):
         gc.collect()  # this model leaves a GPU before the next one comes
     shutil.rmtree(folder / "final", ignore_errors=True)
     (folder / "checkpoint.pt").unlink(missing_ok=True)
+    return folder
 
 
-def outcome(folder, measure):
+def accuracies(folder, settings):
     """The two accuracies of a finished run."""
-    metrics = lopti.read_lines(folder / "metrics.jsonl")
+    steps = lopti.read_lines(folder / "metrics.jsonl")
     table = lopti.read_lines(folder / "evaluations.jsonl")[-1]["table"]
-    training = pandas.Series([line["accuracy"] for line in metrics[1:]], dtype=float).mean()
-    return {"training": training, "held out": table[measure]["all"][0]}
+    measure = f"avg@{settings.eval_samples}" if settings.eval_samples else "greedy"
+    return {
+        "training": pandas.Series([line["accuracy"] for line in steps[1:]], dtype=float).mean(),
+        "held out": table[measure]["all"][0],
+    }
 
 
-def interval(differences):
-    """The mean and half of its 95 % interval (Student's t); NaN for one value or where all are
-    alike: ± 0.000 of a few prompts is no exact number.
+def paired_differences(runs, against):
+    """For each pair of lists of flags: the mean of the differences, each of two runs with one seed.
 
-    >>> print("{:.3f} ± {:.3f}".format(*interval(pandas.Series([0.01, 0.02, 0.03]))))
-    0.020 ± 0.025
+    `runs` has a row for each run: flags, seed, training, held out. `against` are the lists, by
+    their flags, that the others are compared with.
     """
-    error = differences.sem() if differences.std() > 1e-9 else np.nan
-    return differences.mean(), stats.t.ppf(0.975, len(differences) - 1) * error
-
-
-def paired_differences(runs, names, against):
-    """A row for each pair of names, with means and intervals over the seeds that both have.
-
-    `runs` has a row for each finished run: flags, seed, training, held out. `against` are numbers
-    of names, from 1 on, that the others are compared with.
-    """
+    accuracy = runs.pivot(index="seed", columns="flags", values=MEASURES)
     pairs = []
-    for number in against:
-        for name in names:
-            base = names[number - 1]
-            if name != base and (base, name) not in pairs:
-                pairs.append((name, base))
+    for base in against:
+        for flags in runs["flags"].unique():
+            if flags != base and (base, flags) not in pairs:
+                pairs.append((flags, base))
     rows = {}
-    for column in ("training", "held out"):
-        accuracy = runs.pivot(index="seed", columns="flags", values=column).reindex(columns=names)
-        for first, second in pairs:
-            differences = (accuracy[first] - accuracy[second]).dropna()
-            mean, half = interval(differences)
-            row = rows.setdefault(f"{first} minus {second}", {})
-            row |= {"seeds": len(differences), column: mean, f"{column} ±": half}
+    for flags, base in pairs:
+        row = {"seeds": len(accuracy)}
+        for measure in MEASURES:
+            differences = accuracy[measure, flags] - accuracy[measure, base]
+            row[measure] = differences.mean()
+            row[f"{measure} ±"] = stats.t.ppf(0.975, len(accuracy) - 1) * differences.sem()
+        rows[f"{flags} minus {base}"] = row
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
-def text_of(runs, differences, names, measure):
-    """What is printed: the accuracy of each list of flags, and the paired differences."""
-    means = runs.groupby("flags").agg({"seed": "count", "training": "mean", "held out": "mean"})
-    means = means.reindex([name for name in names if name in means.index])
-    parts = [f"Accuracy (training: mean over all steps but the first; held out: {measure})"]
-    parts.append(means.rename_axis(None).rename(columns={"seed": "seeds"}).to_string(**NUMBERS))
-    parts.append("\nDifferences for the same seeds (±: half of a 95 % interval)")
-    parts.append(differences.to_string(**NUMBERS))
-    return "\n".join(parts)
-
-
-def plot(path, differences, measure):
+def plot(path, differences):
     """Saves the differences with their intervals. The title says how many exclude 0."""
-    figure, axis = plt.subplots(figsize=(9, 1.5 + 0.6 * len(differences)), layout="constrained")
-    places = np.arange(len(differences))
+    size = (10, 1.5 + 0.4 * len(differences))
+    figure, axes = plt.subplots(1, 2, sharex=True, sharey=True, figsize=size, layout="constrained")
     excluding = 0
-    for column, label, shift in (
-        ("training", "training", -0.1),
-        ("held out", f"held out, {measure}", 0.1),
-    ):
-        means = differences[column]
-        halves = differences[f"{column} ±"]
+    for axis, measure in zip(axes, MEASURES):
+        means = differences[measure]
+        halves = differences[f"{measure} ±"]
         excluding += (means.abs() > halves).sum()
-        axis.errorbar(means, places + shift, xerr=halves, fmt="o", capsize=4, label=label)
-    axis.axvline(0, color="gray", linewidth=1)
-    axis.set_yticks(places, differences.index)
-    axis.invert_yaxis()
-    axis.set_xlabel("difference in accuracy, with 95 % intervals over seeds")
-    axis.set_title(f"Intervals that exclude 0: {excluding} of {2 * len(differences)}")
-    axis.legend(frameon=False)
+        axis.errorbar(means, differences.index, xerr=halves, fmt="o", capsize=4)
+        axis.axvline(0, color="gray", linewidth=1)
+        axis.set_xlabel(f"difference in accuracy, {measure}")
+    axis.invert_yaxis()  # of both
+    figure.suptitle(f"95 % intervals that exclude 0: {excluding} of {2 * len(differences)}")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -137,7 +105,7 @@ def plot(path, differences, measure):
 def seed_range(text):
     """0-4 → [0, 1, 2, 3, 4]; 7 → [7]"""
     first, _, last = text.partition("-")
-    return list(range(int(first), int(last or first) + 1))
+    return range(int(first), int(last or first) + 1)
 
 
 def main(words=None):
@@ -147,37 +115,31 @@ def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--seeds", type=seed_range, required=True, help="0-4, or one seed")
     parser.add_argument("--against", type=int, nargs="+", default=[1], help="list 1, 2 and so on")
-    parser.add_argument("--table-only", action="store_true", help="train nothing")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="%(default)s")
     args, lists = parser.parse_known_args(words[:end])
+    common = words[end + 1 :]
     names = [flags or "GRPO" for flags in lists]
-    numbers = range(1, len(names) + 1)
-    if len(names) < 2 or len(names) > len(set(names)) or not set(args.against) <= set(numbers):
+    numbers = set(range(1, len(names) + 1))
+    if len(names) < 2 or len(names) > len(set(names)) or not numbers.issuperset(args.against):
         parser.error("give two or more lists of flags, all different; --against has their numbers")
+    rows = []
     try:
-        methods = [lopti.parse_arguments(words[end + 1 :] + shlex.split(flags)) for flags in lists]
-        ks = {settings.eval_samples for settings in methods}
-        measure = "greedy" if len(ks) > 1 or 0 in ks else f"avg@{max(ks)}"
-        rows = []
+        methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
         for seed in args.seeds:  # all methods with a seed, then the next seed
             for name, method in zip(names, methods):
+                print(f"\n{name}, seed {seed}", flush=True)
                 settings = replace(method, seed=seed, output="", resume="")
-                folder = run_folder(settings, args.output)
-                if not args.table_only:
-                    print(f"\n{name}, seed {seed}: {folder}", flush=True)
-                    train(folder, settings)
-                if has_finished(folder, settings):
-                    rows.append({"flags": name, "seed": seed} | outcome(folder, measure))
-        if not rows:
-            raise lopti.UserError(f"no run of these has finished in {args.output}")
+                accuracy = accuracies(train(settings, args.output), settings)
+                rows.append({"flags": name, "seed": seed, **accuracy})
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
-    except KeyboardInterrupt:
-        parser.exit(130, "\nThe same command goes on from here.\n")
     runs = pandas.DataFrame(rows)
-    differences = paired_differences(runs, names, args.against)
-    print(text_of(runs, differences, names, measure))
-    plot(args.output / "differences.png", differences, measure)
+    differences = paired_differences(runs, [names[number - 1] for number in args.against])
+    print("\nAccuracy, averaged over seeds")
+    print(runs.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
+    print("\nDifferences for the same seeds, ±: half of a 95 % interval")
+    print(differences.round(3).to_string())
+    plot(args.output / "differences.png", differences)
     print(f"\nThe plot is {args.output / 'differences.png'}.")
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas
 import torch
 from scipy import stats
 from tqdm import tqdm
@@ -26,10 +27,14 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
-EDGES = (0.0, 0.25, 0.5, 0.75, math.inf)  # of the bins of π, as in Fig. 1
-BINS = ("π < .25", ".25 to .5", ".5 to .75", "π ≥ .75")
-PAPER_SHARES = (0.19, 0.10, 0.10, 0.61)  # Fig. 1a, of Qwen2.5-7B-Instruct-1M
-PAPER_NORMS = (0.88, 0.44, 0.29, 0.18)  # Fig. 1d: .72 .36 .24 .15, divided by .82 of all tokens
+BINS = ["π < .25", ".25 to .5", ".5 to .75", "π ≥ .75"]
+EDGES = [0.0, 0.25, 0.5, 0.75, math.inf]
+SHARE = "share of the tokens"
+NORM = "gradient norm (all tokens: 1)"
+PAPER = {  # Qwen2.5-7B-Instruct-1M; Fig. 1d has the norms .72 .36 .24 .15, and .82 of all tokens
+    SHARE: [0.19, 0.10, 0.10, 0.61],
+    NORM: [0.88, 0.44, 0.29, 0.18],
+}
 
 
 def measure(policy, tokenizer, examples, batches, settings):
@@ -47,12 +52,11 @@ def measure(policy, tokenizer, examples, batches, settings):
         batch = next(prompts)
         rollout, passes = lopti.training_step(policy, None, no_step, tokenizer, batch, settings)
         pi = rollout.old_logprobs.exp()
-        masks = []
-        for low, high in pairwise(EDGES):
-            masks.append(rollout.response_mask & (pi >= low) & (pi < high))
-            passes.append(lopti.update(policy, no_step, rollout, masks[-1], settings))
+        masks = [rollout.response_mask & (pi >= low) & (pi < high) for low, high in pairwise(EDGES)]
+        for mask in masks:
+            passes.append(lopti.update(policy, no_step, rollout, mask, settings))
+        of_all, *of_bins = [np.mean([each["grad_norm"] for each in results]) for results in passes]
         tokens.append([int(mask.sum()) for mask in masks])
-        of_all, *of_bins = [np.mean([result["grad_norm"] for result in each]) for each in passes]
         norms.append([*of_bins, of_all])
     return np.array(tokens), np.array(norms)
 
@@ -61,59 +65,49 @@ def ratio(above, below):
     """Σ above / Σ below and half of its 95 % interval. Each has a number for each of n batches.
 
     With R the ratio, the numbers above - R·below have mean 0; s is their standard deviation. The
-    interval is R ± t·s/√n, divided by the mean of below. Here 2 ± 4.303·1/√3:
+    interval is R ± t·s/√n, divided by the mean of below. Here 1 ± 4.303·1/√3/2:
 
-    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.ones(3))))
-    2.000 ± 2.484
+    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.array([2.0] * 3))))
+    1.000 ± 1.242
     """
-    count = len(above)
     value = above.sum() / below.sum()
-    error = (above - value * below).std(ddof=1) / math.sqrt(count)
-    return value, stats.t.ppf(0.975, count - 1) * error / below.mean()
+    t = stats.t.ppf(0.975, len(above) - 1)
+    return value, t * stats.sem(above - value * below) / below.mean()
 
 
 def summarize(tokens, norms):
-    """Each number with half of its interval: shares of the tokens (4, 2), gradient norms where that
-    of all tokens is 1 (4, 2), and how many times as large π < .25 has it as π ≥ .75 (2,)."""
-    shares = np.array([ratio(tokens[:, place], tokens.sum(1)) for place in range(4)])
-    relative = np.array([ratio(norms[:, place], norms[:, 4]) for place in range(4)])
-    return shares, relative, ratio(norms[:, 0], norms[:, 3])
+    """Share of the tokens and gradient norm of each bin: two of (4, 2), values and halves of their
+    intervals. How many times as large the norm of π < .25 is as that of π ≥ .75: (2,)."""
+    shares = [ratio(tokens[:, place], tokens.sum(1)) for place in range(4)]
+    relative = [ratio(norms[:, place], norms[:, 4]) for place in range(4)]
+    return {SHARE: np.array(shares), NORM: np.array(relative)}, ratio(norms[:, 0], norms[:, 3])
 
 
-def message(shares, times):
+def message(values, times):
     """What table and plot say."""
-    text = f"{100 * shares[0, 0]:.0f} % of the tokens have π < .25.\nTheir gradient norm is "
+    text = f"{100 * values[SHARE][0, 0]:.0f} % of the tokens have π < .25.\nTheir gradient norm is "
     text += "{:.1f} ± {:.1f} times as large as that of π ≥ .75".format(*times)
     return text + (" (not significant)." if abs(times[0] - 1) <= times[1] else ".")
 
 
-def table(shares, norms, times):
-    """All that is printed: two rows, each above the paper's, and a sentence."""
-    lines = [f"{'tokens with':<30}" + "".join(f"{name:>14}" for name in BINS)]
-    for label, values, paper in (
-        ("share of the tokens", shares, PAPER_SHARES),
-        ("gradient norm (all tokens: 1)", norms, PAPER_NORMS),
-    ):
-        lines.append(f"{label:<30}" + "".join(f"{mean:7.2f} ± {half:.2f}" for mean, half in values))
-        lines.append(f"{'  the paper, 7B model':<23}" + "".join(f"{x:14.2f}" for x in paper))
-    return "\n".join([*lines, "", message(shares, times) + " In the paper it is 4.8 times."])
+def table(values):
+    """Two lines, each above the paper's."""
+    lines = []
+    for name, paper in PAPER.items():
+        lines.append([f"{value:.2f} ± {half:.2f}" for value, half in values[name]])
+        lines.append([f"{value:.2f}" for value in paper])
+    names = [SHARE, "  the paper, 7B model", NORM, "  the paper, 7B model"]
+    return pandas.DataFrame(lines, names, BINS).to_string()
 
 
-def plot(path, shares, norms, times):
-    """Saves Fig. 1 a and d: two bars for each bin, and a line where the paper has its value."""
-    figure, axis = plt.subplots(figsize=(9, 5), layout="constrained")
-    for shift, name, color, values, of_paper in (
-        (-0.2, "share of the tokens", "silver", shares, PAPER_SHARES),
-        (0.2, "gradient norm (all tokens: 1)", "tab:orange", norms, PAPER_NORMS),
-    ):
-        places = np.arange(4) + shift
-        axis.bar(places, values[:, 0], 0.38, yerr=values[:, 1], color=color, label=name, capsize=4)
-        paper = axis.hlines(of_paper, places - 0.19, places + 0.19, "black", "dashed")
-    paper.set_label("the paper, 7B model")
-    axis.set_xticks(range(4), BINS)
-    axis.set_title(message(shares, times), fontsize=11)
-    axis.legend(frameon=False)
-    axis.spines[["top", "right"]].set_visible(False)
+def plot(path, values, times):
+    """Saves Fig. 1 a and d beside the paper's."""
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
+    for axis, (name, paper) in zip(axes, PAPER.items()):
+        bars = pandas.DataFrame({"measured": values[name][:, 0], "the paper": paper}, BINS)
+        errors = {"measured": values[name][:, 1]}
+        bars.plot.bar(ax=axis, yerr=errors, color=["tab:orange", "silver"], ylabel=name, rot=0)
+    figure.suptitle(message(values, times))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -136,12 +130,10 @@ def main(words=None):
         examples, _ = lopti.load_data(settings, tokenizer)
         tokens, norms = measure(policy, tokenizer, examples, args.batches, settings)
         if not norms.sum(0).all():
-            raise lopti.UserError(
-                "a gradient is 0: no group has unequal rewards, or a bin no token"
-            )
-        results = summarize(tokens, norms)
-        print(table(*results))
-        plot(args.plot, *results)
+            raise lopti.UserError("a norm is 0: no group has unequal rewards, or a bin no token")
+        values, times = summarize(tokens, norms)
+        print(f"{table(values)}\n\n{message(values, times)} In the paper it is 4.8 times.")
+        plot(args.plot, values, times)
         print(f"The plot is in {args.plot}.")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
