@@ -89,9 +89,8 @@ def main(words=None):
     parser.add_argument("model", help="folder or hub name")
     parser.add_argument("--length", type=int, default=656, help="tokens in a row (default: 656)")
     args = parser.parse_args(words)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model, tokenizer = lopti.load_model(args.model, device)
+        model, tokenizer = lopti.load_model(args.model, "auto")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -123,8 +123,7 @@ def main(words=None):
         settings = lopti.parse_arguments(flags)
         if args.batches < 2 or settings.resume:
             raise lopti.UserError("--batches must be 2 or more; instead of --resume give --model")
-        device = settings.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu")
-        policy, tokenizer = lopti.load_model(settings.model, device)
+        policy, tokenizer = lopti.load_model(settings.model, settings.device)
         if settings.gradient_checkpointing:
             lopti.checkpoint_layers(policy)
         examples, _ = lopti.load_data(settings, tokenizer)
