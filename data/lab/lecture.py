@@ -1,17 +1,17 @@
 """The pictures and checks of notebook.ipynb, so that its cells stay short."""
 
 import inspect
-import json
 import math
 import sys
 import textwrap
 from pathlib import Path
 
 LAB = Path(__file__).resolve().parent
-sys.path.insert(0, str(LAB.parents[1]))
+sys.path[:0] = [str(LAB.parents[1]), str(LAB.parent / "ports")]
 
 import matplotlib.pyplot as plt
 import torch
+from check_port import GOLDEN, compare_tables
 from IPython.display import SVG, Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
 from torch.nn.functional import one_hot
@@ -182,13 +182,9 @@ def clip_cases(letters):
     axis.set_yticks([0, 1], ["Â < 0: π is to fall", "Â > 0: π is to rise"])
 
 
-def golden(name):
-    return json.loads((LAB.parent / "golden.json").read_text(encoding="utf-8"))[name]
-
-
 def check(method):
     """Compares method(advantages, pi, mask, alpha, eta) with golden.json: Â after Eq. 4, passes."""
-    cases = golden("cases")
+    cases = GOLDEN["cases"]
     right = {"AR": 0, "Lopti": 0}
     for case in cases:
         old_logprobs = torch.tensor(case["old_logprobs"])  # (B, L)
@@ -209,9 +205,4 @@ def check(method):
 
 def check_update(update):
     """Compares update(case), a table of logits after each optimizer step, with golden.json."""
-    for case in golden("rollouts"):
-        right = torch.tensor([step["table"] for step in case["steps"]])  # (steps, V, V)
-        difference = (torch.stack(update(case)).float() - right).abs().amax((1, 2))
-        same = (difference < 1e-4).tolist()
-        state = "right" if all(same) else f"wrong from optimizer step {same.index(False) + 1} on"
-        print(f"{case['name']}: {state}")
+    compare_tables(update)

@@ -340,23 +340,27 @@ def check_functions(module):
 # 2. Updates of a table ----------------------------------------------------------------------------
 
 
-def find_mistakes(update):
-    """The names of what explains the tables of an update; () is right, None that nothing does."""
+def compare_tables(update):
+    """Prints from where on an update is wrong. Returns its tables and the right ones, by case."""
     found = []
     right = []
-    is_right = True
     for case in GOLDEN["rollouts"]:
         found.append([float64(table) for table in update(case)])
         right.append([float64(step["table"]) for step in case["steps"]])
         step = first_wrong(found[-1], right[-1])
-        is_right = is_right and step is None
         state = "right" if step is None else f"wrong from optimizer step {step + 1} on"
         print(f"{case['name']}: {state}")
+    return found, right
+
+
+def find_mistakes(update):
+    """The names of what explains the tables of an update; () is right, None that nothing does."""
+    found, right = compare_tables(update)
 
     def simulate(mistakes, number):
         return update_with(mistakes, GOLDEN["rollouts"][number])
 
-    if not is_right:
+    if any(first_wrong(*pair) is not None for pair in zip(found, right)):
         print("Looking for what explains this, for up to a minute ...")
     return explain(found, right, simulate)
 

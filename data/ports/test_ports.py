@@ -182,46 +182,39 @@ def test_a_language_model_is_checked_to_its_weights(part, instead, code, monkeyp
     assert check_port.check_model_update(port_with((part, instead)).update_model) == code
 
 
-# lopti.py itself at the same levels ---------------------------------------------------------------
+# lopti.py itself, on the bundled model ------------------------------------------------------------
 
 
-def lopti_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, mask, case):
-    tensors = [values[update_mask] for values in (logprobs, old_logprobs, advantages)]
-    names = ("clip_low", "clip_high", "clip_dual", "kl_coef")
-    numbers = {name: case[name] for name in names}
-    return lopti.policy_loss(*tensors, mask.sum(), ref_logprobs[update_mask], **numbers)[0]
-
-
-def test_functions_of_lopti_are_right(capsys):
-    module = SimpleNamespace(
-        group_advantages=lopti.group_advantages,
-        reweight_advantages=lopti.reweight_advantages,
-        split_tokens=lopti.split_tokens,
-        policy_loss=lopti_loss,
-        __name__="lopti",
-    )
-    assert check_port.check_functions(module) == 0
-    assert capsys.readouterr().out.count("Right.") == 4
+def settings_of(case):
+    """The settings of lopti.py for a golden case with one prompt."""
+    names = lopti.Settings.__dataclass_fields__.keys() & case.keys() - {"passes", "steps"}
+    return lopti.Settings(prompts_per_step=1, **{name: case[name] for name in names})
 
 
 def lopti_update_model(model, optimizer, case):
-    names = "group_size mini_batch_size temperature alpha eta clip_low clip_high clip_dual kl_coef"
-    settings = lopti.Settings(**{name: case[name] for name in names.split()})
+    """Steps 3 to 7 of a training step of lopti.py, and what they report on the way."""
+    settings = settings_of(case)
     prompts = [case["prompt"]] * len(case["responses"])
     ids, mask, lengths = lopti.pack(prompts, case["responses"])
     rollout = lopti.Rollout(ids, mask, lengths, truncated=torch.zeros(4), texts=[])
-    rollout.old_logprobs, rollout.entropies = lopti.response_logprobs(model, rollout, settings)
-    rollout.ref_logprobs = rollout.old_logprobs
+    old, rollout.entropies = lopti.response_logprobs(model, rollout, settings)
+    rollout.old_logprobs = old
+    rollout.ref_logprobs = old
     advantages = lopti.group_advantages(torch.tensor(case["rewards"]), settings.group_size)
     advantages = advantages[:, None] * mask
-    old = rollout.old_logprobs
     rollout.advantages = lopti.reweight_advantages(advantages, old, settings.alpha)
     low, high = lopti.split_tokens(old, mask, settings.eta)
+    results = []
     for name in settings.pass_names():
         update_mask = {"low": low, "high": high, "all": mask}[name]
-        lopti.update(model, optimizer, rollout, update_mask, settings)
-    wanted = torch.cat([torch.tensor(values) for values in case["entropies"]])
-    assert torch.allclose(rollout.entropies[mask], wanted, atol=1e-5)
+        results += lopti.update(model, optimizer, rollout, update_mask, settings)
+    for values, name in ((rollout.entropies, "entropies"), (old, "old_logprobs")):
+        right = torch.cat([torch.tensor(row) for row in case[name]])
+        assert torch.allclose(values[mask], right, atol=1e-5, rtol=0)
+    for result, right in zip(results, case["steps"], strict=True):
+        share = right["updated_tokens"] / right["response_tokens"]
+        assert result["updated_share"] == pytest.approx(share)
+        assert result["grad_norm"] == pytest.approx(right["gradient_norm"], rel=1e-4)
 
 
 def test_lopti_updates_the_bundled_model_rightly():

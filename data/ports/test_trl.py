@@ -24,17 +24,11 @@ import check_port
 import torch
 import trl_lopti
 from datasets import Dataset
-from test_ports import lopti_update_model
+from test_ports import lopti_update_model, settings_of
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
 grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # mini-batches as golden.json has them
-
-
-def settings_of(case):
-    """The settings of lopti.py for a golden case with one prompt."""
-    names = lopti.Settings.__dataclass_fields__.keys() & case.keys() - {"passes", "steps"}
-    return lopti.Settings(prompts_per_step=1, **{name: case[name] for name in names})
 
 
 def new_optimizer(policy, settings):
