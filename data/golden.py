@@ -3,7 +3,7 @@
     python data/golden.py     # computes the outputs in data/golden.json again, from its inputs
 
 Nothing of lopti.py is used here: the tests hold lopti.py to these numbers as they would hold a
-port. golden.json has four parts.
+port. golden.json has four parts, each a list of cases with inputs and outputs.
 
 `cases`: one loss and its gradient, for each kind of pass. Inputs, of B responses of up to T tokens:
     name, group_size, rewards (B,), lengths (B,): what lies beyond a response's length is padding
@@ -34,20 +34,17 @@ Outputs:
 responses to one puzzle. Inputs: prompt and responses, as token ids, and what is named above.
 Outputs, of which about six digits hold on another machine (transformers computes a part of a
 forward pass in float32):
-    old_logprobs and entropies: a list for each response; advantages (4,): Â of Eq. 1
-    cases, each with a name, alpha, eta and mini_batch_size, of which come
-        token_weights (the factor of Eq. 4) and low: a list for each response
-        steps: as above, with gradient_norm before it is clipped, and change_norm: the norm of the
-            step's change of all weights; change_norm: that of the whole update
-        new_logprobs: log π of the response tokens after the update
-        weights: {name of a parameter: its first entry after the update}
+    advantages (4,): Â of Eq. 1
+    old_logprobs, entropies: a list for each response; new_logprobs: log π after the update
+    steps: as above, with gradient_norm, before it is clipped, for gradient and table
+    change_norm: that of the change of all weights
+    weights: {name of a parameter: its first entry after the update}
 
 `treatments`: the later methods. Inputs: rewards, lengths, advantages (B,), logits (B, T, V) and ids
-(B, T) of the current policy, temperature, min_p, stapo_tau, stapo_quantile, rho. Outputs:
-    reinforce_pp_advantages (B, T)
-    logprobs, entropies; with min-p: safe_logprobs, safe_entropies (0 where not safe), safe: (B, T)
-    stapo_kept, top_kept (B, T): the tokens that STAPO, and 80/20 with the share rho, keep
-    stapo_loss: the sum of -advantage over the tokens that STAPO keeps, divided by their number
+(B, T) of the current policy, temperature, min_p, stapo_tau, stapo_quantile, rho. Outputs (B, T):
+    reinforce_pp_advantages
+    logprobs, entropies; with min-p: safe_logprobs, safe_entropies (0 where not safe), safe
+    stapo_kept, top_kept: the tokens that STAPO, and 80/20 with the share rho, keep
 
 All but `model` is computed with plain Python floats (float64), one token at a time, straight from
 the equations. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were
@@ -69,10 +66,9 @@ HERE = Path(__file__).resolve().parent
 OUTPUTS = {
     "cases": "advantages reweighted_advantages low passes",
     "rollouts": "old_logprobs ref_logprobs advantages low steps",
-    "model": "old_logprobs entropies advantages token_weights low steps change_norm new_logprobs "
-    "weights",
+    "model": "advantages old_logprobs entropies new_logprobs steps change_norm weights",
     "treatments": "reinforce_pp_advantages logprobs entropies safe_logprobs safe_entropies safe "
-    "stapo_kept top_kept stapo_loss",
+    "stapo_kept top_kept",
 }
 
 
@@ -308,8 +304,7 @@ def solve_treatments(case):
     tokens = list(by_token(case["ids"], case["lengths"]))
     rewards = [case["rewards"][i] for i, _ in tokens]
     scale = math.sqrt(stdev(rewards) ** 2 + 1e-8)
-    names = OUTPUTS["treatments"].split()
-    found = {name: {} for name in names[:-1]}  # of each token
+    found = {name: {} for name in OUTPUTS["treatments"].split()}  # of each token
     for i, t in tokens:
         found["reinforce_pp_advantages"][i, t] = (case["rewards"][i] - mean(rewards)) / scale
         token = case["ids"][i][t]
@@ -327,17 +322,13 @@ def solve_treatments(case):
     spurious = spurious_tokens(case, tokens, found["logprobs"], entropies)
     by_entropy = sorted(tokens, key=entropies.get, reverse=True)
     top = by_entropy[: round(case["rho"] * len(tokens))]
-    losses = []
-    for i, t in tokens:
-        found["stapo_kept"][i, t] = (i, t) not in spurious
-        found["top_kept"][i, t] = (i, t) in top
-        if (i, t) not in spurious:
-            losses.append(-case["advantages"][i])
+    found["stapo_kept"] = {token: token not in spurious for token in tokens}
+    found["top_kept"] = {token: token in top for token in tokens}
     rows = {}
     for name, values in found.items():
         is_mask = name in ("safe", "stapo_kept", "top_kept")
         rows[name] = by_row(values, case["ids"], False if is_mask else 0.0)
-    return rows | {"stapo_loss": math.fsum(losses) / len(losses)}
+    return rows
 
 
 def spurious_tokens(case, tokens, logprobs, entropies):
@@ -359,74 +350,53 @@ def eight_digits(number):
     return float(f"{float(number):.8g}")
 
 
-def load_policy():
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
-
-
-def logprobs_and_entropies(policy, page):
+def logprobs_and_entropies(policy, case):
     """log π and entropy of all response tokens: lists of (T,)."""
     logprobs = []
     entropies = []
-    for response in page["responses"]:
-        ids = torch.tensor([page["prompt"] + response])
-        logits = policy(ids).logits[0, len(page["prompt"]) - 1 : -1]  # each speaks of the next one
-        every_logprob = (logits / page["temperature"]).log_softmax(-1)  # (T, V)
+    for response in case["responses"]:
+        ids = torch.tensor([case["prompt"] + response])
+        logits = policy(ids).logits[0, len(case["prompt"]) - 1 : -1]  # each speaks of the next one
+        every_logprob = (logits / case["temperature"]).log_softmax(-1)  # (T, V)
         logprobs.append(every_logprob[range(len(response)), response])
-        entropies.append(-(every_logprob.exp() * every_logprob).sum(-1).detach())
+        entropies.append((-every_logprob.exp() * every_logprob).sum(-1).tolist())
     return logprobs, entropies
 
 
-def tokens_of_tensors(tensors):
-    return {(i, t): x for i, row in enumerate(tensors) for t, x in enumerate(row.tolist())}
-
-
-def solve_model_case(case, old):
+def solve_model(case):
     """An update by torch's own AdamW. The reference is the first policy: its log π are the old."""
-    policy = load_policy()
+    logging.disable_progress_bar()
+    policy = AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
     weights = list(policy.parameters())
     optimizer = torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
-
-    def all_weights():
-        return torch.cat([weight.detach().flatten() for weight in weights])
-
+    first_weights = torch.nn.utils.parameters_to_vector(weights).detach()
+    logprobs, entropies = logprobs_and_entropies(policy, case)
+    old_logprobs = [row.tolist() for row in logprobs]
+    lengths = [len(row) for row in logprobs]
+    old = by_token(old_logprobs, lengths)
     advantages, low = reweight_and_split(case, old, group_advantages(case))
-    first_weights = all_weights()
     steps = []
     for step, updated in mini_batches(case, low):
-        logprobs, _ = logprobs_and_entropies(policy, case)
-        new = tokens_of_tensors(logprobs)
+        new = by_token([row.tolist() for row in logprobs], lengths)
         normalizer = step["response_tokens"]
         found, derivatives = solve_pass(case, updated, new, old, old, advantages, normalizer)
         slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
         torch.cat(logprobs).backward(torch.tensor(slopes, dtype=torch.float64))
         norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
-        before = all_weights()
         if norm > 0:
             optimizer.step()
         optimizer.zero_grad()
-        step |= {"skipped": norm == 0, "loss": found["loss"], "gradient_norm": norm}
-        steps.append(step | {"change_norm": float((all_weights() - before).norm())})
-    token_weights, _ = reweight_and_split(case, old, [1.0] * len(case["responses"]))
-    new, _ = logprobs_and_entropies(policy, case)
-    return {
-        "token_weights": by_row(token_weights, case["responses"]),
-        "low": by_row(low, case["responses"]),
-        "steps": steps,
-        "change_norm": float((all_weights() - first_weights).norm()),
-        "new_logprobs": [values.tolist() for values in new],
-        "weights": {name: float(w.detach().flatten()[0]) for name, w in policy.named_parameters()},
-    }
-
-
-def solve_model(page):
-    logprobs, entropies = logprobs_and_entropies(load_policy(), page)
-    old = tokens_of_tensors(logprobs)
+        steps.append(step | {"skipped": norm == 0, "loss": found["loss"], "gradient_norm": norm})
+        logprobs, _ = logprobs_and_entropies(policy, case)
+    change = torch.nn.utils.parameters_to_vector(weights) - first_weights
     found = {
-        "old_logprobs": by_row(old, page["responses"]),
-        "entropies": [values.tolist() for values in entropies],
-        "advantages": group_advantages(page),
-        "cases": [case | solve_model_case(page | case, old) for case in page["cases"]],
+        "advantages": group_advantages(case),
+        "old_logprobs": old_logprobs,
+        "entropies": entropies,
+        "new_logprobs": [row.tolist() for row in logprobs],
+        "steps": steps,
+        "change_norm": change.norm().item(),
+        "weights": {name: float(each.flatten()[0]) for name, each in policy.named_parameters()},
     }
     return json.loads(json.dumps(found), parse_float=eight_digits)
 
@@ -434,32 +404,21 @@ def solve_model(page):
 # The file -----------------------------------------------------------------------------------------
 
 
-def without_outputs(values, part):
-    """Some of a part of golden.json, without its outputs."""
-    if isinstance(values, list):
-        return [without_outputs(value, part) for value in values]
-    if not isinstance(values, dict):
-        return values
-    kept = {}
-    for name, value in values.items():
-        if name not in OUTPUTS[part].split():
-            kept[name] = without_outputs(value, part)
-    return kept
-
-
-def solve_part(part, values):
+def solve_part(part, cases):
     """A part of golden.json, every output computed anew from the inputs."""
-    inputs = without_outputs(values, part)
-    if part == "model":
-        return inputs | solve_model(inputs)
-    solve = {"cases": solve_case, "rollouts": solve_rollout, "treatments": solve_treatments}[part]
-    return [case | solve(case) for case in inputs]
+    solvers = {"cases": solve_case, "rollouts": solve_rollout}
+    solvers |= {"model": solve_model, "treatments": solve_treatments}
+    solved = []
+    for case in cases:
+        inputs = {name: case[name] for name in case if name not in OUTPUTS[part].split()}
+        solved.append(inputs | solvers[part](inputs))
+    return solved
 
 
 def main():
     path = HERE / "golden.json"
     page = json.loads(path.read_text(encoding="utf-8"))
-    page = {part: solve_part(part, values) for part, values in page.items()}
+    page = {part: solve_part(part, cases) for part, cases in page.items()}
     path.write_text(json.dumps(page) + "\n", encoding="utf-8")
     print(f"{path}: every output computed anew")
 
