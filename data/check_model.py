@@ -16,7 +16,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from transformers import GenerationConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import lopti
@@ -59,30 +58,6 @@ def largest_difference(model, tokenizer, length):
     return float(difference.abs().max())  # of (M, V)
 
 
-def end_tokens(name, model, tokenizer):
-    """{token: the places that say that it ends a response} of the end tokens that lopti.py uses."""
-    try:
-        of_config = GenerationConfig.from_pretrained(name).eos_token_id
-    except OSError:  # it has none: what the model's config says
-        of_config = model.config.get_text_config().eos_token_id
-    if not isinstance(of_config, list):
-        of_config = [of_config]
-    after = ""  # what the chat template writes after a response
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "RESPONSE"}]
-        after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("RESPONSE")[2]
-    found = {}
-    for end_id in model.generation_config.eos_token_id:
-        token = tokenizer.convert_ids_to_tokens(end_id)
-        places = {
-            "tokenizer": end_id == tokenizer.eos_token_id,
-            "generation config": end_id in of_config,
-            "chat template": token in after,
-        }
-        found[token] = [place for place, says_so in places.items() if says_so]
-    return found
-
-
 def main(words=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
@@ -95,9 +70,9 @@ def main(words=None):
         parser.error(str(problem))
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     length = min(args.length, longest or args.length)
+    ends = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
     print(f"model type: {model.config.model_type}; longest position: {longest or 'not stated'}")
-    for token, places in end_tokens(args.model, model, tokenizer).items():
-        print(f"end token {token}: from {', '.join(places)}")
+    print(f"tokens that end a response: {', '.join(ends)}")
     worst = largest_difference(model, tokenizer, length)
     verdict = "right" if worst <= TOLERANCE else "wrong, do not train this model with lopti.py"
     print(f"π is {verdict}: log π as drawn and as scored differ by up to {worst:.1e} nats.")

@@ -396,7 +396,7 @@ def solve_model(case):
         "new_logprobs": [row.tolist() for row in logprobs],
         "steps": steps,
         "change_norm": change.norm().item(),
-        "weights": {name: float(each.flatten()[0]) for name, each in policy.named_parameters()},
+        "weights": {name: each.flatten()[0].item() for name, each in policy.named_parameters()},
     }
     return json.loads(json.dumps(found), parse_float=eight_digits)
 

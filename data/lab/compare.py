@@ -1,6 +1,6 @@
 """Does a method help on your model? Trains lists of flags with the same seeds; prints differences.
 
-    python data/lab/compare.py --seeds 0-4 "" "--passes 2" "--alpha 0.3" "--eta 0.5" --against 1 2
+    python data/lab/compare.py --seeds 0-4 "" "--passes 2" "--alpha 0.3" "--eta 0.5"
     python data/lab/compare.py --seeds 0-4 "" "--eta 0.5" -- --model M --data F --task math
 
 A list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- are for all lists.
@@ -15,6 +15,7 @@ Two accuracies of each run are compared, ± is half of a 95 % interval over seed
 
 import argparse
 import gc
+import itertools
 import json
 import shlex
 import shutil
@@ -61,20 +62,14 @@ def accuracies(folder, settings):
     }
 
 
-def paired_differences(runs, against):
+def paired_differences(runs):
     """For each pair of lists of flags: the mean of the differences, each of two runs with one seed.
 
-    `runs` has a row for each run: flags, seed, training, held out. `against` are the lists, by
-    their flags, that the others are compared with.
+    `runs` has a row for each run: flags, seed, training, held out.
     """
     accuracy = runs.pivot(index="seed", columns="flags", values=MEASURES)
-    pairs = []
-    for base in against:
-        for flags in runs["flags"].unique():
-            if flags != base and (base, flags) not in pairs:
-                pairs.append((flags, base))
     rows = {}
-    for flags, base in pairs:
+    for base, flags in itertools.combinations(runs["flags"].unique(), 2):
         row = {"seeds": len(accuracy)}
         for measure in MEASURES:
             differences = accuracy[measure, flags] - accuracy[measure, base]
@@ -114,14 +109,12 @@ def main(words=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
     parser.add_argument("--seeds", type=seed_range, required=True, help="0-4, or one seed")
-    parser.add_argument("--against", type=int, nargs="+", default=[1], help="list 1, 2 and so on")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="%(default)s")
     args, lists = parser.parse_known_args(words[:end])
     common = words[end + 1 :]
     names = [flags or "GRPO" for flags in lists]
-    numbers = set(range(1, len(names) + 1))
-    if len(names) < 2 or len(names) > len(set(names)) or not numbers.issuperset(args.against):
-        parser.error("give two or more lists of flags, all different; --against has their numbers")
+    if len(names) < 2 or len(names) > len(set(names)):
+        parser.error("give two or more lists of flags, all different")
     rows = []
     try:
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
@@ -134,7 +127,7 @@ def main(words=None):
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
     runs = pandas.DataFrame(rows)
-    differences = paired_differences(runs, [names[number - 1] for number in args.against])
+    differences = paired_differences(runs)
     print("\nAccuracy, averaged over seeds")
     print(runs.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
     print("\nDifferences for the same seeds, ±: half of a 95 % interval")

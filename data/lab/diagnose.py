@@ -29,11 +29,9 @@ import lopti
 
 BINS = ["π < .25", ".25 to .5", ".5 to .75", "π ≥ .75"]
 EDGES = [0.0, 0.25, 0.5, 0.75, math.inf]
-SHARE = "share of the tokens"
-NORM = "gradient norm (all tokens: 1)"
-PAPER = {  # Qwen2.5-7B-Instruct-1M; Fig. 1d has the norms .72 .36 .24 .15, and .82 of all tokens
-    SHARE: [0.19, 0.10, 0.10, 0.61],
-    NORM: [0.88, 0.44, 0.29, 0.18],
+PAPER = {  # Fig. 1: Qwen2.5-7B-Instruct-1M; over all tokens its gradient norm is .82
+    "share of the tokens": [0.19, 0.10, 0.10, 0.61],
+    "gradient norm (all tokens: 1)": [0.88, 0.44, 0.29, 0.18],
 }
 
 
@@ -76,38 +74,33 @@ def ratio(above, below):
 
 
 def summarize(tokens, norms):
-    """Share of the tokens and gradient norm of each bin: two of (4, 2), values and halves of their
-    intervals. How many times as large the norm of π < .25 is as that of π ≥ .75: (2,)."""
-    shares = [ratio(tokens[:, place], tokens.sum(1)) for place in range(4)]
-    relative = [ratio(norms[:, place], norms[:, 4]) for place in range(4)]
-    return {SHARE: np.array(shares), NORM: np.array(relative)}, ratio(norms[:, 0], norms[:, 3])
+    """A table with a row for each bin: measured, half of the interval, and the paper's."""
+    columns = {}
+    for name, values, total in zip(PAPER, (tokens, norms), (tokens.sum(1), norms[:, 4])):
+        ratios = [ratio(values[:, place], total) for place in range(4)]
+        columns[name, "measured"] = [value for value, _ in ratios]
+        columns[name, "±"] = [half for _, half in ratios]
+        columns[name, "paper"] = PAPER[name]
+    return pandas.DataFrame(columns, BINS)
 
 
-def message(values, times):
-    """What table and plot say."""
-    text = f"{100 * values[SHARE][0, 0]:.0f} % of the tokens have π < .25.\nTheir gradient norm is "
-    text += "{:.1f} ± {:.1f} times as large as that of π ≥ .75".format(*times)
-    return text + (" (not significant)." if abs(times[0] - 1) <= times[1] else ".")
+def message(tokens, norms):
+    """What follows from them."""
+    share = tokens[:, 0].sum() / tokens.sum()
+    times, half = ratio(norms[:, 0], norms[:, 3])
+    text = f"{100 * share:.0f} % of the tokens have π < .25.\nTheir gradient norm is {times:.1f} ± "
+    text += f"{half:.1f} times as large as that of π ≥ .75"
+    return text + (" (not significant)." if abs(times - 1) <= half else ".")
 
 
-def table(values):
-    """Two lines, each above the paper's."""
-    lines = []
-    for name, paper in PAPER.items():
-        lines.append([f"{value:.2f} ± {half:.2f}" for value, half in values[name]])
-        lines.append([f"{value:.2f}" for value in paper])
-    names = [SHARE, "  the paper, 7B model", NORM, "  the paper, 7B model"]
-    return pandas.DataFrame(lines, names, BINS).to_string()
-
-
-def plot(path, values, times):
+def plot(path, table, title):
     """Saves Fig. 1 a and d beside the paper's."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
-    for axis, (name, paper) in zip(axes, PAPER.items()):
-        bars = pandas.DataFrame({"measured": values[name][:, 0], "the paper": paper}, BINS)
-        errors = {"measured": values[name][:, 1]}
+    for axis, name in zip(axes, PAPER):
+        errors = {"measured": table[name]["±"]}
+        bars = table[name][["measured", "paper"]]
         bars.plot.bar(ax=axis, yerr=errors, color=["tab:orange", "silver"], ylabel=name, rot=0)
-    figure.suptitle(message(values, times))
+    figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -130,9 +123,10 @@ def main(words=None):
         tokens, norms = measure(policy, tokenizer, examples, args.batches, settings)
         if not norms.sum(0).all():
             raise lopti.UserError("a norm is 0: no group has unequal rewards, or a bin no token")
-        values, times = summarize(tokens, norms)
-        print(f"{table(values)}\n\n{message(values, times)} In the paper it is 4.8 times.")
-        plot(args.plot, values, times)
+        table = summarize(tokens, norms)
+        print(table.round(2).to_string())
+        print(f"\n{message(tokens, norms)} In the paper it is 4.8 times.")
+        plot(args.plot, table, message(tokens, norms))
         print(f"The plot is in {args.plot}.")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))

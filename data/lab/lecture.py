@@ -7,11 +7,10 @@ import textwrap
 from pathlib import Path
 
 LAB = Path(__file__).resolve().parent
-sys.path[:0] = [str(LAB.parents[1]), str(LAB.parent / "ports")]
+sys.path.insert(0, str(LAB.parents[1]))
 
 import matplotlib.pyplot as plt
 import torch
-from check_port import GOLDEN, compare_tables
 from IPython.display import SVG, Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
 from torch.nn.functional import one_hot
@@ -180,29 +179,3 @@ def clip_cases(letters):
     axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2], [".3", ".80", "1", "1.24", "2.2"])
     axis.set_xticks([], minor=True)
     axis.set_yticks([0, 1], ["Â < 0: π is to fall", "Â > 0: π is to rise"])
-
-
-def check(method):
-    """Compares method(advantages, pi, mask, alpha, eta) with golden.json: Â after Eq. 4, passes."""
-    cases = GOLDEN["cases"]
-    right = {"AR": 0, "Lopti": 0}
-    for case in cases:
-        old_logprobs = torch.tensor(case["old_logprobs"])  # (B, L)
-        lengths = torch.tensor(case["lengths"])
-        mask = torch.arange(old_logprobs.shape[1]) < lengths[:, None]
-        advantages = torch.tensor(case["advantages"])[:, None] * mask
-        low = torch.tensor(case["low"])
-        expected = [low, mask & ~low] if case["eta"] else [mask]
-        found, passes = method(advantages, old_logprobs.exp(), mask, case["alpha"], case["eta"])
-        if torch.allclose(found, torch.tensor(case["reweighted_advantages"]), atol=1e-6):
-            right["AR"] += 1
-        if len(passes) == len(expected) and all(map(torch.equal, passes, expected)):
-            right["Lopti"] += 1
-    for name, count in right.items():
-        state = "done" if count == len(cases) else "not yet"
-        print(f"{name}: {state}, {count} of {len(cases)} cases are right")
-
-
-def check_update(update):
-    """Compares update(case), a table of logits after each optimizer step, with golden.json."""
-    compare_tables(update)

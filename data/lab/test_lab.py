@@ -86,23 +86,26 @@ def test_table_of_diagnose_by_hand():
     """
     tokens = np.array([[20, 10, 10, 60], [20, 10, 10, 60]])
     norms = np.array([[5.0, 1.0, 1.0, 1.0, 2.5], [3.0, 1.0, 1.0, 1.0, 1.5]])
-    values, times = diagnose.summarize(tokens, norms)
-    assert times == pytest.approx((4.0, 12.706), abs=1e-3)
-    lines = diagnose.table(values).splitlines()
-    assert lines[1].endswith("  0.20 ± 0.00  0.10 ± 0.00  0.10 ± 0.00  0.60 ± 0.00")
-    assert "2.00 ± 0.00" in lines[3] and "0.50 ± " in lines[3]
+    table = diagnose.summarize(tokens, norms)
+    shares, relative = (table[name] for name in diagnose.PAPER)
+    assert shares["measured"].tolist() == [0.2, 0.1, 0.1, 0.6]
+    assert not shares["±"].any()
+    assert list(relative.loc["π < .25"]) == pytest.approx([2.0, 0.0, 0.88])
+    assert list(relative.loc["π ≥ .75"]) == pytest.approx([0.5, 12.706 / 8, 0.18], abs=1e-4)
     assert not doctest.testmod(diagnose).failed
-    said = "4.0 ± 12.7 times as large as that of π ≥ .75 (not significant)."
-    assert said in diagnose.message(values, times)
-    assert "not significant" not in diagnose.message(values, (4.0, 2.9))
-    assert "not significant" in diagnose.message(values, (0.9, 0.2))
+    text = diagnose.message(tokens, norms)
+    assert text.startswith("20 % of the tokens have π < .25.\n")
+    assert text.endswith("4.0 ± 12.7 times as large as that of π ≥ .75 (not significant).")
+    norms[:, 0] = 4, 4
+    assert diagnose.message(tokens, norms).endswith("4.0 ± 0.0 times as large as that of π ≥ .75.")
 
 
 def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, capsys):
     words = [*SMALL, "--batches", "2", "--plot", str(tmp_path / "new" / "plot.png")]
     diagnose.main([*words, "--alpha", "0.3"])
     printed = capsys.readouterr().out
-    assert "nan" not in printed and printed.count("the paper, 7B model") == 2
+    assert "nan" not in printed
+    assert "In the paper it is 4.8 times." in printed
     assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
     monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((2, 4)), np.zeros((2, 5))))
     with pytest.raises(SystemExit, match="2"):
@@ -121,7 +124,7 @@ def test_differences_by_hand():
         runs.append(["B", seed, seed + training, 0.5 + held_out])
         runs.append(["C", seed, 0.0, 0.0])
     runs = pandas.DataFrame(runs, columns=["flags", "seed", "training", "held out"])
-    table = compare.paired_differences(runs, ["A", "B"])
+    table = compare.paired_differences(runs)
     assert list(table.index) == ["B minus A", "C minus A", "C minus B"]
     by_hand = [3, 0.02, 4.3027 * 0.01 / 3**0.5, 0.2, 4.3027 * 0.1]
     assert list(table.loc["B minus A"]) == pytest.approx(by_hand, rel=1e-4)
@@ -157,8 +160,7 @@ def trained(monkeypatch, tmp_path):
 
 def test_compare_trains_and_goes_on(trained, tmp_path, capsys):
     """The fake runs have accuracies .2 and .4 + η in training, .5 + α held out."""
-    words = ["--seeds", "0-1", "", "--eta 0.5", "--alpha 0.3", "--against", "1", "2"]
-    words += ["--", "--steps", "3"]
+    words = ["--seeds", "0-1", "", "--eta 0.5", "--alpha 0.3", "--", "--steps", "3"]
     compare.main(words)
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
@@ -182,7 +184,6 @@ def test_compare_trains_and_goes_on(trained, tmp_path, capsys):
 def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
     for program, words, sentence in (
         (compare, ["--seeds", "0", "", ""], "all different"),
-        (compare, ["--seeds", "0", "", "--stapo", "--against", "3"], "--against has their numbers"),
         (compare, ["--seeds", "0", "", "--eta 7"], "must lie between"),
         (compare, ["--seeds", "0", "", "--tabel"], "unrecognized arguments: --tabel"),
         (diagnose, ["--batches", "1"], "--batches must be 2 or more"),
@@ -202,7 +203,7 @@ def test_check_model_finds_the_bundled_model_right(capsys):
     assert check_model.main([TINY]) == 0
     printed = capsys.readouterr().out
     assert "model type: llama; longest position: 2048" in printed
-    assert "end token <|end|>: from tokenizer, generation config, chat template" in printed
+    assert "tokens that end a response: <|end|>\n" in printed
     assert "π is right" in printed
 
 

@@ -11,10 +11,11 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 LAB = Path(__file__).resolve().parent
 ROOT = LAB.parents[1]
-sys.path[:0] = [str(ROOT), str(LAB)]
+sys.path[:0] = [str(ROOT), str(LAB), str(ROOT / "data" / "ports")]
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub
 
 import pytest
@@ -23,6 +24,7 @@ import torch
 for package in ("matplotlib", "pandas", "IPython"):
     pytest.importorskip(package, reason="pip install -r data/lab/requirements.txt")
 
+import check_port
 import lecture
 
 import lopti
@@ -64,23 +66,26 @@ def test_each_section_says_what_follows():
         assert "lecture.conclude(" in section or "**In short.** " in section, section[:40]
 
 
-def test_the_function_that_the_student_writes(tmp_path, capsys):
-    """The empty one is not right yet, the solution is, and slips are noticed."""
+def test_the_functions_that_the_student_writes(tmp_path, capsys):
+    """The empty ones are wrong, the solution is right, and slips are named."""
+    cell = cell_that_begins("def reweight_advantages(")
+    solution = cell_that_begins("<details><summary>Solution<").split("```")[1]
+    solution = solution.removeprefix("python") + cell[cell.index("yours = ") :]
 
-    def states(text):
-        lecture.check(run_text(text, tmp_path / "method.py")["method"])
-        return [line.split(",")[0] for line in capsys.readouterr().out.splitlines()]
+    def said(*change):
+        run_text(solution.replace(*change), tmp_path / "cell.py", **names)
+        return capsys.readouterr().out
 
-    empty = cell_that_begins("def method(").partition("\n\n\n")[0]
-    solution = (
-        cell_that_begins("<details><summary>Solution<").split("```")[1].removeprefix("python")
-    )
-    assert states(empty) == ["AR: not yet", "Lopti: not yet"]
-    assert states(solution) == ["AR: done", "Lopti: done"]
-    slips = (("pi < eta", "pi <= eta"), ("mask & ~low", "~low"), (" if eta else [mask]", ""))
-    for old, new in slips:
-        assert states(solution.replace(old, new)) == ["AR: done", "Lopti: not yet"]
-    assert states(solution.replace("+ 1 - alpha", "")) == ["AR: not yet", "Lopti: done"]
+    names = {"SimpleNamespace": SimpleNamespace, "check_port": check_port}
+    run_text(cell, tmp_path / "cell.py", **names)
+    weights, split = capsys.readouterr().out.splitlines()
+    assert weights == "reweight_advantages: the advantages are not weighted by Eq. 4"
+    assert split.startswith("split_tokens: Wrong")
+    assert said("", "") == "reweight_advantages: Right.\nsplit_tokens: Right.\n"
+    for change in (("< eta", "<= eta"), ("mask & ~low", "~low"), ("mask & (", "(")):
+        assert "split_tokens: Wrong" in said(*change)
+    assert "compared with log π" in said("old_logprobs.exp() <", "old_logprobs <")
+    assert "reweight_advantages: Wrong" in said("+ 1 - alpha", "")
 
 
 def test_the_exercises_with_numbers(tmp_path):
@@ -98,7 +103,7 @@ def test_the_exercises_with_numbers(tmp_path):
 def test_the_port_of_the_exercise_has_one_silent_bug(tmp_path, capsys):
     text = cell_that_begins("def port(").partition("\n\n\n")[0]
     for port in (text, text.replace("logprobs.detach()", "old")):
-        lecture.check_update(run_text(port, tmp_path / "port.py", torch=torch)["port"])
+        check_port.compare_tables(run_text(port, tmp_path / "port.py", torch=torch)["port"])
     lines = capsys.readouterr().out.splitlines()
     wrong = lines[: len(lines) // 2]
     assert {"GRPO: right", "AR: right", "Lopti: wrong from optimizer step 2 on"} <= set(wrong)

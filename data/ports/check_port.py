@@ -87,12 +87,15 @@ def port_with(mistakes):
     return SimpleNamespace(**names)
 
 
-def candidates():
-    """Names, fewest first: of choices alone, of one mistake, of two; with any of the choices."""
-    wrong = [name for name in MISTAKES if name not in CHOICES]
+def candidates(source):
+    """Names of what changes a part of the example port: choices alone, one mistake with any of the
+    choices, two mistakes with any of them."""
+    names = [name for name, changes in MISTAKES.items() if changes[0][0] in source]
+    possible = [name for name in names if name in CHOICES]
+    wrong = [name for name in names if name not in CHOICES]
     for count in (0, 1, 2):
-        for number_of_choices in range(len(CHOICES) + 1):
-            for choices in itertools.combinations(CHOICES, number_of_choices):
+        for number_of_choices in range(len(possible) + 1):
+            for choices in itertools.combinations(possible, number_of_choices):
                 for mistakes in itertools.combinations(wrong, count):
                     yield (*mistakes, *choices)
 
@@ -105,15 +108,16 @@ def first_wrong(values, others):
     return None
 
 
-def explain(found, right, simulate):
+def explain(found, right, source, simulate):
     """The names of what explains the values `found` in each golden case; None: nothing does.
 
-    `right` has the right values, `simulate(port, number)` those of another port in case `number`.
+    `right` has the right values, `simulate(port, number)` those of another port in case `number`;
+    `source` is the part of the example port that is looked at.
     """
     wrong = {number: first_wrong(found[number], right[number]) for number in range(len(found))}
     # first the case that is wrong from its beginning: it rules out most mistakes the soonest
     numbers = sorted(wrong, key=lambda number: math.inf if wrong[number] is None else wrong[number])
-    for mistakes in candidates():
+    for mistakes in candidates(source):
         port = port_with(mistakes)
         if port and all(first_wrong(found[each], simulate(port, each)) is None for each in numbers):
             return mistakes
@@ -169,15 +173,15 @@ def check_functions(module):
     code = 0
     for name in FUNCTIONS:
         if not hasattr(module, name):
-            print(f"{name}: not in {module.__name__}.")
             continue
         print(f"{name}: ", end="")
+        source = EXAMPLE.split(f"def {name}(")[1].split("\n\n\n")[0]
         pairs = [outputs(name, getattr(module, name), case) for case in GOLDEN["cases"]]
 
         def simulate(port, number, name=name):
             return outputs(name, getattr(port, name), GOLDEN["cases"][number])[0]
 
-        code = max(code, verdict(explain(*zip(*pairs), simulate)))
+        code = max(code, verdict(explain(*zip(*pairs), source, simulate)))
     return code
 
 
@@ -202,7 +206,11 @@ def find_mistakes(update):
     found, right = compare_tables(update)
     if any(first_wrong(*pair) is not None for pair in zip(found, right)):
         print("Looking for what explains this, for up to a minute ...")
-    return explain(found, right, lambda port, number: port.update(GOLDEN["rollouts"][number]))
+
+    def simulate(port, number):
+        return port.update(GOLDEN["rollouts"][number])
+
+    return explain(found, right, EXAMPLE, simulate)
 
 
 # 3. Updates of the bundled model ------------------------------------------------------------------

@@ -92,7 +92,7 @@ def change(monkeypatch):
 
     def put(text, instead):
         monkeypatch.setitem(check_port.MISTAKES, "unknown", [(text, instead)])
-        monkeypatch.setattr(check_port, "candidates", lambda: [()])
+        monkeypatch.setattr(check_port, "candidates", lambda source: [()])
         return check_port.port_with(["unknown"])
 
     return put
