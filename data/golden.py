@@ -35,7 +35,7 @@ responses to one puzzle. Inputs: prompt and responses, as token ids, and what is
 Outputs, of which about six digits hold on another machine (transformers computes a part of a
 forward pass in float32):
     advantages (4,): Â of Eq. 1
-    old_logprobs, entropies: a list for each response; new_logprobs: log π after the update
+    old_logprobs, entropies: a list for each response
     steps: as above, with gradient_norm, before it is clipped, for gradient and table
     change_norm: that of the change of all weights
     weights: {name of a parameter: its first entry after the update}
@@ -66,7 +66,7 @@ HERE = Path(__file__).resolve().parent
 OUTPUTS = {
     "cases": "advantages reweighted_advantages low passes",
     "rollouts": "old_logprobs ref_logprobs advantages low steps",
-    "model": "advantages old_logprobs entropies new_logprobs steps change_norm weights",
+    "model": "advantages old_logprobs entropies steps change_norm weights",
     "treatments": "reinforce_pp_advantages logprobs entropies safe_logprobs safe_entropies safe "
     "stapo_kept top_kept",
 }
@@ -377,6 +377,7 @@ def solve_model(case):
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     steps = []
     for step, updated in mini_batches(case, low):
+        logprobs, _ = logprobs_and_entropies(policy, case)
         new = by_token([row.tolist() for row in logprobs], lengths)
         normalizer = step["response_tokens"]
         found, derivatives = solve_pass(case, updated, new, old, old, advantages, normalizer)
@@ -387,13 +388,11 @@ def solve_model(case):
             optimizer.step()
         optimizer.zero_grad()
         steps.append(step | {"skipped": norm == 0, "loss": found["loss"], "gradient_norm": norm})
-        logprobs, _ = logprobs_and_entropies(policy, case)
     change = torch.nn.utils.parameters_to_vector(weights) - first_weights
     found = {
         "advantages": group_advantages(case),
         "old_logprobs": old_logprobs,
         "entropies": entropies,
-        "new_logprobs": [row.tolist() for row in logprobs],
         "steps": steps,
         "change_norm": change.norm().item(),
         "weights": {name: each.flatten()[0].item() for name, each in policy.named_parameters()},
