@@ -233,18 +233,15 @@ def model_differences(model, norms, case):
     Relative: the gradient norms, and the norm of the change of all weights. Absolute: the first
     weight of each parameter; it moves by about the learning rate, 1e-4.
     """
-    change = flat_weights(model) - flat_weights(bundled_model())
-    found = {"gradients": 0.0, "change": abs(float(change.norm()) / case["change_norm"] - 1)}
+    flat = torch.nn.utils.parameters_to_vector
+    change = flat(model.parameters()) - flat(bundled_model().parameters())
+    found = {"gradients": 0.0, "change": abs(float(change.double().norm()) / case["change_norm"] - 1)}
     for norm, step in zip(norms, case["steps"], strict=True):
         difference = abs(norm - step["gradient_norm"]) / (step["gradient_norm"] or 1)
         found["gradients"] = max(found["gradients"], difference)
     first_entries = [float(weight.flatten()[0]) for weight in model.parameters()]
     weights = [abs(a - b) for a, b in zip(first_entries, case["weights"].values(), strict=True)]
     return found | {"weights": max(weights)}
-
-
-def flat_weights(model):
-    return torch.nn.utils.parameters_to_vector(model.parameters()).double()
 
 
 def is_right(found):

@@ -1,9 +1,12 @@
 """golden.json, check_port.py, the example port, README's diff and the files of flags."""
 
+import copy
+import itertools
 import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -153,29 +156,26 @@ def settings_of(case):
 
 
 def lopti_update_model(model, optimizer, case):
-    """Steps 3 to 7 of a training step of lopti.py, and what they report on the way."""
+    """A training step of lopti.py, but for sampling and rewards; and what it reports."""
     settings = settings_of(case)
-    prompts = [case["prompt"]] * len(case["responses"])
-    ids, mask, lengths = lopti.pack(prompts, case["responses"])
-    rollout = lopti.Rollout(ids, mask, lengths, truncated=torch.zeros(4), texts=[])
-    old, rollout.entropies = lopti.response_logprobs(model, rollout, settings)
-    rollout.old_logprobs = old
-    rollout.ref_logprobs = old
-    advantages = lopti.group_advantages(torch.tensor(case["rewards"]), settings.group_size)
-    advantages = advantages[:, None] * mask
-    rollout.advantages = lopti.reweight_advantages(advantages, old, settings.alpha)
-    low, high = lopti.split_tokens(old, mask, settings.eta)
-    results = []
-    for name in settings.pass_names():
-        update_mask = {"low": low, "high": high, "all": mask}[name]
-        results += lopti.update(model, optimizer, rollout, update_mask, settings)
-    for values, name in ((rollout.entropies, "entropies"), (old, "old_logprobs")):
+    ids, mask, lengths = lopti.pack([case["prompt"]] * len(case["responses"]), case["responses"])
+    rollout = lopti.Rollout(ids, mask, lengths, truncated=lengths == 0, texts=[])
+    with (
+        mock.patch.object(lopti, "sample", return_value=rollout),
+        mock.patch.object(lopti, "compute_rewards", return_value=case["rewards"]),
+    ):
+        reference = copy.deepcopy(model)
+        step = lopti.training_step(model, reference, optimizer, None, [{"prompt": ""}], settings)
+    for name in ("old_logprobs", "entropies"):
         right = torch.cat([torch.tensor(row) for row in case[name]])
-        assert torch.allclose(values[mask], right, atol=1e-5, rtol=0)
+        assert torch.allclose(getattr(rollout, name)[mask], right, atol=1e-5, rtol=0)
+    results = itertools.chain(*step[1])  # of each pass and mini-batch
+    norms = []
     for result, right in zip(results, case["steps"], strict=True):
         share = right["updated_tokens"] / right["response_tokens"]
         assert result["updated_share"] == pytest.approx(share)
-    return [result["grad_norm"] for result in results]
+        norms.append(result["grad_norm"])
+    return norms
 
 
 def test_lopti_updates_the_bundled_model_rightly():

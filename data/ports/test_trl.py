@@ -1,4 +1,4 @@
-"""The port to TRL against golden.json and against lopti.py; pytest -s prints README's table."""
+"""The port to TRL against golden.json; pytest -s prints the differences that README names."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ import check_port
 import torch
 import trl_lopti
 from datasets import Dataset
-from test_ports import lopti_update_model, settings_of
+from test_ports import settings_of
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
@@ -77,7 +77,7 @@ def test_losses_and_gradients_by_trls_own_loss(case):
 
 
 def compare(case, processes):
-    """How far an update by TRL's own loop is from golden.json, and its weights from lopti.py's.
+    """How far an update by TRL's own loop is from golden.json.
 
     One process makes a mini-batch of two micro-batches, two processes of one each.
     """
@@ -94,9 +94,8 @@ def compare(case, processes):
             "advantage": [case["advantages"][row] for row in rows],  # for the reward function
         }
 
-    settings = settings_of(case)
     trainer = new_trainer(
-        settings,
+        settings_of(case),
         rollout,
         max_steps=len(case["steps"]),
         logging_steps=1,
@@ -107,12 +106,7 @@ def compare(case, processes):
     trainer.train()
     norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    found = check_port.model_differences(policy, norms, case)
-    right = check_port.bundled_model()
-    lopti_update_model(right, check_port.new_optimizer(right, case), case)
-    weights = check_port.flat_weights(right)
-    distance = (check_port.flat_weights(policy) - weights).norm() / weights.norm()
-    return found | {"all weights": float(distance)}
+    return check_port.model_differences(policy, norms, case)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -125,7 +119,6 @@ def test_updates_of_the_bundled_model(processes, tmp_path):
     for name, found in json.loads((tmp_path / "table.json").read_text()).items():
         print(processes, name, {key: f"{value:.1e}" for key, value in found.items()})
         assert check_port.is_right(found)
-        assert found["all weights"] < 1e-6
 
 
 if __name__ == "__main__":
