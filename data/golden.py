@@ -28,7 +28,7 @@ Outputs:
     old_logprobs, ref_logprobs, advantages (after Eq. 4) and low: a list for each response
     steps: one for each pass and mini-batch, in their order: pass ("all", "low" or "high"),
         first_row, response_tokens (N), updated_tokens, skipped (the gradient is 0: no step), loss,
-        gradient (V, V) before it is clipped, table (V, V) after the step
+        gradient_norm before the gradient is clipped, table (V, V) after the step
 
 `model`: whole updates of the bundled model (data/tiny, which is the reference too), from four
 responses to one puzzle. Inputs: prompt and responses, as token ids, and what is named above.
@@ -36,7 +36,7 @@ Outputs, of which about six digits hold on another machine (transformers compute
 forward pass in float32):
     advantages (4,): Â of Eq. 1
     old_logprobs, entropies: a list for each response
-    steps: as above, with gradient_norm, before it is clipped, for gradient and table
+    steps: as above, without table
     change_norm: that of the change of all weights
     weights: {name of a parameter: its first entry after the update}
 
@@ -46,10 +46,11 @@ forward pass in float32):
     logprobs, entropies; with min-p: safe_logprobs, safe_entropies (0 where not safe), safe
     stapo_kept, top_kept: the tokens that STAPO, and 80/20 with the share rho, keep
 
-All but `model` is computed with plain Python floats (float64), one token at a time, straight from
-the equations. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were
-drawn at random until every clip and every fact of data/ports/README.md shows in some case. In the
-code (i, t) is the token at position t of row i.
+The equations are computed with plain Python floats (float64), one token at a time. In `rollouts`
+and `model` PyTorch takes the derivatives by log π from there to the weights, and makes AdamW's
+steps. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were drawn
+at random until every clip and every fact of data/ports/README.md shows in some case. In the code
+(i, t) is the token at position t of row i.
 """
 
 import json
@@ -133,8 +134,9 @@ def quantile(values, q):
     return values[below] + (position - below) * (values[above] - values[below])
 
 
-def by_token(rows, lengths):
+def by_token(rows, lengths=None):
     """Rows as {(i, t): value}, without their padding."""
+    lengths = lengths or [len(row) for row in rows]
     return {(i, t): rows[i][t] for i, length in enumerate(lengths) for t in range(length)}
 
 
@@ -215,86 +217,102 @@ def solve_case(case):
     }
 
 
-# rollouts -----------------------------------------------------------------------------------------
+# rollouts and model -------------------------------------------------------------------------------
 
 
-class AdamW:
-    """The optimizer of the rollouts, on a list of rows; one for both passes."""
+def solve_steps(case, weights, logprobs, old, ref, advantages, low):
+    """The optimizer steps, one after the other.
 
-    def __init__(self, table, case):
-        self.table = table
-        self.case = case
-        self.steps = 0
-        self.first = [[0.0] * len(row) for row in table]
-        self.second = [[0.0] * len(row) for row in table]
-
-    def step(self, gradient):
-        self.steps += 1
-        rate = self.case["learning_rate"]
-        norm = math.sqrt(math.fsum(slope * slope for row in gradient for slope in row))
-        clip = min(1.0, self.case["max_grad_norm"] / (norm + 1e-6))
-        for i, row in enumerate(gradient):
-            for j, slope in enumerate(row):
-                self.first[i][j] = 0.9 * self.first[i][j] + 0.1 * clip * slope
-                self.second[i][j] = 0.999 * self.second[i][j] + 0.001 * (clip * slope) ** 2
-                first = self.first[i][j] / (1 - 0.9**self.steps)
-                second = self.second[i][j] / (1 - 0.999**self.steps)
-                self.table[i][j] *= 1 - rate * self.case["weight_decay"]
-                self.table[i][j] -= rate * first / (math.sqrt(second) + 1e-8)
+    `logprobs()` are those of all response tokens under the policy of the moment: a list of (T,).
+    """
+    optimizer = torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
+    for step, updated in mini_batches(case, low):
+        rows = logprobs()
+        new = by_token([row.tolist() for row in rows])
+        normalizer = step["response_tokens"]
+        found, derivatives = solve_pass(case, updated, new, old, ref, advantages, normalizer)
+        slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
+        torch.cat(rows).backward(torch.tensor(slopes, dtype=torch.float64))
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
+        if norm > 0:
+            optimizer.step()
+        optimizer.zero_grad()
+        yield step | {"skipped": norm == 0, "loss": found["loss"], "gradient_norm": norm}
 
 
-def token_before(case, i, t):
-    return case["responses"][i][t - 1] if t else case["prompts"][i]
-
-
-def distribution(table, case, i, t):
-    """log π of every token that may stand at (i, t)."""
-    return log_softmax([x / case["temperature"] for x in table[token_before(case, i, t)]])
-
-
-def logprobs_of_table(table, case):
-    found = {}
-    for i, response in enumerate(case["responses"]):
-        for t, token in enumerate(response):
-            found[i, t] = distribution(table, case, i, t)[token]
+def response_logprobs(logits, responses, temperature):
+    """log π of the tokens of each response, a list of (T,), from their logits, a list of (T, V)."""
+    found = []
+    for values, response in zip(logits, responses):
+        every_logprob = (values / temperature).log_softmax(-1)
+        found.append(every_logprob[range(len(response)), response])
     return found
-
-
-def gradient_of_table(table, case, derivatives):
-    """From the derivatives by log π of tokens that by the table (V, V): the chain rule."""
-    gradient = [[0.0] * len(row) for row in table]
-    for (i, t), derivative in derivatives.items():
-        for k, logprob in enumerate(distribution(table, case, i, t)):
-            slope = ((k == case["responses"][i][t]) - math.exp(logprob)) / case["temperature"]
-            gradient[token_before(case, i, t)][k] += derivative * slope
-    return gradient
 
 
 def solve_rollout(case):
     responses = case["responses"]
-    table = [list(row) for row in case["table"]]
-    old = logprobs_of_table(table, case)
-    ref = logprobs_of_table(case["reference"], case)
+
+    def logprobs(table):
+        before = zip(case["prompts"], responses)
+        logits = [table[[prompt, *response[:-1]]] for prompt, response in before]
+        return response_logprobs(logits, responses, case["temperature"])
+
+    table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
+    old_logprobs = [row.tolist() for row in logprobs(table)]
+    reference = torch.tensor(case["reference"], dtype=torch.float64)
+    ref_logprobs = [row.tolist() for row in logprobs(reference)]
+    old = by_token(old_logprobs)
+    ref = by_token(ref_logprobs)
     advantages, low = reweight_and_split(case, old, group_advantages(case))
-    optimizer = AdamW(table, case)
     steps = []
-    for step, updated in mini_batches(case, low):
-        new = logprobs_of_table(table, case)
-        normalizer = step["response_tokens"]
-        found, derivatives = solve_pass(case, updated, new, old, ref, advantages, normalizer)
-        gradient = gradient_of_table(table, case, derivatives)
-        skipped = not any(slope for row in gradient for slope in row)
-        if not skipped:
-            optimizer.step(gradient)
-        step |= {"skipped": skipped, "loss": found["loss"], "gradient": gradient}
-        steps.append(step | {"table": [list(row) for row in table]})
+    for step in solve_steps(case, [table], lambda: logprobs(table), old, ref, advantages, low):
+        steps.append(step | {"table": table.tolist()})
     return {
-        "old_logprobs": by_row(old, responses),
-        "ref_logprobs": by_row(ref, responses),
+        "old_logprobs": old_logprobs,
+        "ref_logprobs": ref_logprobs,
         "advantages": by_row(advantages, responses),
         "low": by_row(low, responses),
         "steps": steps,
     }
+
+
+def solve_model(case):
+    """The reference is the first policy: its log π are the old."""
+    logging.disable_progress_bar()
+    policy = AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
+    start = len(case["prompt"]) - 1
+
+    def logits():
+        rows = [torch.tensor([case["prompt"] + response]) for response in case["responses"]]
+        return [policy(ids).logits[0, start:-1] for ids in rows]  # each speaks of the next token
+
+    def logprobs():
+        return response_logprobs(logits(), case["responses"], case["temperature"])
+
+    old_logprobs = [row.tolist() for row in logprobs()]
+    entropies = []
+    for values in logits():
+        logprobs_of_all = (values / case["temperature"]).log_softmax(-1).tolist()
+        entropies.append([entropy(each) for each in logprobs_of_all])
+    old = by_token(old_logprobs)
+    advantages, low = reweight_and_split(case, old, group_advantages(case))
+    weights = list(policy.parameters())
+    first_weights = torch.nn.utils.parameters_to_vector(weights).detach()
+    steps = list(solve_steps(case, weights, logprobs, old, old, advantages, low))
+    change = torch.nn.utils.parameters_to_vector(weights) - first_weights
+    found = {
+        "advantages": group_advantages(case),
+        "old_logprobs": old_logprobs,
+        "entropies": entropies,
+        "steps": steps,
+        "change_norm": change.norm().item(),
+        "weights": {name: each.flatten()[0].item() for name, each in policy.named_parameters()},
+    }
+    return json.loads(json.dumps(found), parse_float=eight_digits)
+
+
+def eight_digits(number):
+    return float(f"{float(number):.8g}")
 
 
 # treatments ---------------------------------------------------------------------------------------
@@ -341,63 +359,6 @@ def spurious_tokens(case, tokens, logprobs, entropies):
         return []
     bound = quantile([entropies[token] for token in candidates], case["stapo_quantile"])
     return [token for token in candidates if entropies[token] < bound]
-
-
-# model --------------------------------------------------------------------------------------------
-
-
-def eight_digits(number):
-    return float(f"{float(number):.8g}")
-
-
-def logprobs_and_entropies(policy, case):
-    """log π and entropy of all response tokens: lists of (T,)."""
-    logprobs = []
-    entropies = []
-    for response in case["responses"]:
-        ids = torch.tensor([case["prompt"] + response])
-        logits = policy(ids).logits[0, len(case["prompt"]) - 1 : -1]  # each speaks of the next one
-        every_logprob = (logits / case["temperature"]).log_softmax(-1)  # (T, V)
-        logprobs.append(every_logprob[range(len(response)), response])
-        entropies.append((-every_logprob.exp() * every_logprob).sum(-1).tolist())
-    return logprobs, entropies
-
-
-def solve_model(case):
-    """An update by torch's own AdamW. The reference is the first policy: its log π are the old."""
-    logging.disable_progress_bar()
-    policy = AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
-    weights = list(policy.parameters())
-    optimizer = torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
-    first_weights = torch.nn.utils.parameters_to_vector(weights).detach()
-    logprobs, entropies = logprobs_and_entropies(policy, case)
-    old_logprobs = [row.tolist() for row in logprobs]
-    lengths = [len(row) for row in logprobs]
-    old = by_token(old_logprobs, lengths)
-    advantages, low = reweight_and_split(case, old, group_advantages(case))
-    steps = []
-    for step, updated in mini_batches(case, low):
-        logprobs, _ = logprobs_and_entropies(policy, case)
-        new = by_token([row.tolist() for row in logprobs], lengths)
-        normalizer = step["response_tokens"]
-        found, derivatives = solve_pass(case, updated, new, old, old, advantages, normalizer)
-        slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
-        torch.cat(logprobs).backward(torch.tensor(slopes, dtype=torch.float64))
-        norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
-        if norm > 0:
-            optimizer.step()
-        optimizer.zero_grad()
-        steps.append(step | {"skipped": norm == 0, "loss": found["loss"], "gradient_norm": norm})
-    change = torch.nn.utils.parameters_to_vector(weights) - first_weights
-    found = {
-        "advantages": group_advantages(case),
-        "old_logprobs": old_logprobs,
-        "entropies": entropies,
-        "steps": steps,
-        "change_norm": change.norm().item(),
-        "weights": {name: each.flatten()[0].item() for name, each in policy.named_parameters()},
-    }
-    return json.loads(json.dumps(found), parse_float=eight_digits)
 
 
 # The file -----------------------------------------------------------------------------------------

@@ -235,7 +235,10 @@ def model_differences(model, norms, case):
     """
     flat = torch.nn.utils.parameters_to_vector
     change = flat(model.parameters()) - flat(bundled_model().parameters())
-    found = {"gradients": 0.0, "change": abs(float(change.double().norm()) / case["change_norm"] - 1)}
+    found = {
+        "gradients": 0.0,
+        "change": abs(float(change.double().norm()) / case["change_norm"] - 1),
+    }
     for norm, step in zip(norms, case["steps"], strict=True):
         difference = abs(norm - step["gradient_norm"]) / (step["gradient_norm"] or 1)
         found["gradients"] = max(found["gradients"], difference)
