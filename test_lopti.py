@@ -4,8 +4,8 @@
     LOPTI_ALL=1 python -m pytest -q      # all
 
 The equations are held to numbers worked out by hand (here, and in the examples of docstrings), to
-finite differences and to data/golden.json; a whole training step to a second implementation,
-`plain_...`, which goes from token to token and calls nothing of lopti.py.
+finite differences and to data/golden.json; a whole training step to the second implementation of
+data/golden.py, which goes from token to token and knows nothing of lopti.py.
 """
 
 import copy
@@ -33,6 +33,11 @@ import transformers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+ROOT = Path(__file__).resolve().parent
+sys.path.append(str(ROOT / "data"))
+
+import golden
+
 import lopti
 import rewards
 from rewards import (
@@ -53,7 +58,6 @@ from rewards import (
     score_puzzle,
 )
 
-ROOT = Path(__file__).resolve().parent
 GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny")
 PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is a knave", "Lily"]
@@ -183,6 +187,11 @@ def plain_rows(rollout):
     return rows
 
 
+def plain_reward(row):
+    text = TOKENIZER.decode([token for token in row.response.tolist() if token not in ENDS])
+    return vowels([text], [SOLUTIONS[TOKENIZER.decode(row.prompt)]])[0]
+
+
 def plain_logprobs(model, row, settings):
     """log π of each token of one response, −∞ outside V_safe, and entropies: two of (T,)."""
     logits = model(torch.cat([row.prompt, row.response])[None]).logits[0]
@@ -192,78 +201,6 @@ def plain_logprobs(model, row, settings):
     logprobs = logits.masked_fill(~safe, -math.inf).log_softmax(-1)
     entropies = -(logprobs.exp() * logprobs).nansum(-1)
     return logprobs[range(len(row.response)), row.response], entropies
-
-
-def plain_loss(new, old, ref, advantage, settings):
-    """Policy loss and KL of one token, and which clip is active: Eq. 1."""
-    ratio = (new - old).exp()
-    clip, bound = None, ratio
-    if advantage > 0 and ratio > 1 + settings.clip_high:
-        clip, bound = "high", 1 + settings.clip_high
-    if advantage < 0 and ratio < 1 - settings.clip_low:
-        clip, bound = "low", 1 - settings.clip_low
-    if advantage < 0 and ratio > settings.clip_dual:
-        clip, bound = "dual", settings.clip_dual
-    difference = (ref - new).clamp(-5, 5)
-    kl = (difference.exp() - difference - 1).clamp(max=10)
-    return -bound * advantage, kl, clip
-
-
-def plain_optimizer_step(policy, optimizer, batch, name, settings):
-    """One mini-batch of a pass ("all", "low" or "high"), token after token."""
-    count = sum(len(row.response) for row in batch)  # N
-    result = dict.fromkeys(STATISTICS, 0.0)
-    loss = 0.0 * weights(policy).sum()
-    for row in batch:
-        new, _ = plain_logprobs(policy, row, settings)
-        for t, old in enumerate(row.old):
-            pi = old.exp()
-            if (name == "low" and pi >= settings.eta) or (name == "high" and pi < settings.eta):
-                continue
-            result["updated_share"] += 1 / count
-            if new[t] == -math.inf:
-                continue  # no longer in the safe vocabulary
-            advantage = (settings.alpha * pi + 1 - settings.alpha) * row.advantage
-            policy_loss, kl, clip = plain_loss(new[t], old, row.ref[t], advantage, settings)
-            result["policy_loss"] += policy_loss.item() / count
-            result["kl"] += kl.item() / count if settings.kl_coef else 0.0
-            loss = loss + (policy_loss + settings.kl_coef * kl) / count
-            if clip:
-                result[CLIPS[clip]] += 1 / count
-    if not loss.requires_grad:
-        return result  # no token of this pass, no step
-    optimizer.zero_grad()
-    loss.backward()
-    result["grad_norm"] = gradient(policy).norm().item()
-    for parameter in policy.parameters():
-        parameter.grad *= min(1, settings.max_grad_norm / (result["grad_norm"] + 1e-6))
-    if result["grad_norm"]:
-        optimizer.step()
-    return result
-
-
-def plain_training_step(policy, reference, optimizer, rollout, passes, settings):
-    """Steps 2 to 7 on sampled responses. Returns its rows, and what `update` returns by pass."""
-    rows = plain_rows(rollout)
-    size = settings.group_size
-    for row in rows:
-        text = TOKENIZER.decode([token for token in row.response.tolist() if token not in ENDS])
-        (row.reward,) = vowels([text], [SOLUTIONS[TOKENIZER.decode(row.prompt)]])
-        row.old, row.entropies = (each.detach() for each in plain_logprobs(policy, row, settings))
-        row.ref = plain_logprobs(reference, row, settings)[0].detach()
-    for i, row in enumerate(rows):
-        group = [each.reward for each in rows[i // size * size :][:size]]
-        if settings.advantage == "reinforce++":
-            group = joined([each.reward] * len(each.response) for each in rows)
-        row.advantage = (row.reward - mean(group)) / (stdev(group) + 1e-6)
-    updates = []
-    for name in passes:
-        updates.append([])
-        for start in range(0, len(rows), settings.mini_batch_size):
-            batch = rows[start : start + settings.mini_batch_size]
-            result = plain_optimizer_step(policy, optimizer, batch, name, settings)
-            updates[-1].append(result)
-    return rows, updates
 
 
 OFF_DEFAULT = (
@@ -293,17 +230,37 @@ def test_training_step_against_a_plain_second_implementation(flags):
         rollout, updates = lopti.training_step(
             policy, reference, optimizer, TOKENIZER, EXAMPLES, settings
         )
-        rows, expected = plain_training_step(
-            plain, reference, plain_optimizer, rollout, TRAINING[flags].split(), settings
+        rows = plain_rows(rollout)
+
+        def logprobs(model=plain, rows=rows):
+            return [plain_logprobs(model, row, settings)[0] for row in rows]
+
+        case = vars(settings) | {"responses": [row.response.tolist() for row in rows]}
+        case["rewards"] = [plain_reward(row) for row in rows]
+        assert rollout.rewards.tolist() == case["rewards"]
+        old = golden.by_token([each.tolist() for each in logprobs()])
+        ref = golden.by_token([each.tolist() for each in logprobs(reference)])
+        entropies = [plain_logprobs(plain, row, settings)[1].tolist() for row in rows]
+        mask = rollout.response_mask
+        assert not rollout.old_logprobs[~mask].any()
+        assert close(rollout.old_logprobs[mask], list(old.values()), 1e-3)
+        assert close(rollout.entropies[mask], joined(entropies), 1e-3)
+        advantages = golden.group_advantages(case)
+        if settings.advantage == "reinforce++":
+            of_tokens = [case["rewards"][i] for i, _ in old]
+            scale = stdev(of_tokens) + 1e-6
+            advantages = [(reward - mean(of_tokens)) / scale for reward in case["rewards"]]
+        advantages, low = golden.reweight_and_split(case, old, advantages)
+        steps = golden.solve_steps(
+            case, plain_optimizer, logprobs, old, ref, advantages, low, TRAINING[flags].split()
         )
-        assert rollout.rewards.tolist() == [row.reward for row in rows]
-        assert not rollout.old_logprobs[~rollout.response_mask].any()
-        for values, each in ((rollout.old_logprobs, "old"), (rollout.entropies, "entropies")):
-            plain_values = joined(getattr(row, each).tolist() for row in rows)
-            assert close(values[rollout.response_mask], plain_values, 1e-3)
-        results = joined(updates)
-        assert results == [pytest.approx(one, rel=1e-3, abs=1e-5) for one in joined(expected)]
-        happened |= {name for result in results for name, value in result.items() if value}
+        for result, step in zip(joined(updates), steps, strict=True):
+            expected = {name: step[f"clip_{clip}_share"] for clip, name in CLIPS.items()}
+            expected |= {"policy_loss": step["policy_loss"], "kl": step["kl"]}
+            expected["updated_share"] = step["updated_tokens"] / step["response_tokens"]
+            expected["grad_norm"] = step["gradient_norm"]
+            assert result == pytest.approx(expected, rel=1e-3, abs=1e-5)
+            happened |= {name for name, value in result.items() if value}
     assert set(CLIPS.values()) <= happened  # every clip was active somewhere
     moved = (weights(plain) - start).norm()
     assert moved > 1

@@ -27,8 +27,8 @@ Outputs:
 Outputs:
     old_logprobs, ref_logprobs, advantages (after Eq. 4) and low: a list for each response
     steps: one for each pass and mini-batch, in their order: pass ("all", "low" or "high"),
-        first_row, response_tokens (N), updated_tokens, skipped (the gradient is 0: no step), loss,
-        gradient_norm before the gradient is clipped, table (V, V) after the step
+        first_row, response_tokens (N), updated_tokens; loss and so on as above; gradient_norm
+        before the gradient is clipped, skipped (it is 0: no step), table (V, V) after the step
 
 `model`: whole updates of the bundled model (data/tiny, which is the reference too), from four
 responses to one puzzle. Inputs: prompt and responses, as token ids, and what is named above.
@@ -182,9 +182,9 @@ def solve_pass(case, updated, new, old, ref, advantages, normalizer):
     return found, derivatives
 
 
-def mini_batches(case, low):
+def mini_batches(case, low, passes):
     """Of each pass and mini-batch what golden.json says about it, and the tokens to update."""
-    for name in ("low", "high") if case["eta"] else ("all",):
+    for name in passes:
         for start in range(0, len(case["responses"]), case["mini_batch_size"]):
             rows = range(start, start + case["mini_batch_size"])
             tokens = [(i, t) for i, t in low if i in rows]
@@ -220,16 +220,20 @@ def solve_case(case):
 # rollouts and model -------------------------------------------------------------------------------
 
 
-def solve_steps(case, weights, logprobs, old, ref, advantages, low):
+def solve_steps(case, optimizer, logprobs, old, ref, advantages, low, passes=None):
     """The optimizer steps, one after the other.
 
     `logprobs()` are those of all response tokens under the policy of the moment: a list of (T,).
     """
-    optimizer = torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
-    for step, updated in mini_batches(case, low):
+    weights = optimizer.param_groups[0]["params"]
+    passes = passes or (["low", "high"] if case["eta"] else ["all"])
+    for step, updated in mini_batches(case, low, passes):
         rows = logprobs()
         new = by_token([row.tolist() for row in rows])
         normalizer = step["response_tokens"]
+        updated = [
+            token for token in updated if new[token] > -math.inf
+        ]  # min-p has left the others
         found, derivatives = solve_pass(case, updated, new, old, ref, advantages, normalizer)
         slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
         torch.cat(rows).backward(torch.tensor(slopes, dtype=torch.float64))
@@ -237,7 +241,11 @@ def solve_steps(case, weights, logprobs, old, ref, advantages, low):
         if norm > 0:
             optimizer.step()
         optimizer.zero_grad()
-        yield step | {"skipped": norm == 0, "loss": found["loss"], "gradient_norm": norm}
+        yield step | found | {"skipped": norm == 0, "gradient_norm": norm}
+
+
+def new_optimizer(weights, case):
+    return torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
 
 
 def response_logprobs(logits, responses, temperature):
@@ -265,7 +273,8 @@ def solve_rollout(case):
     ref = by_token(ref_logprobs)
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     steps = []
-    for step in solve_steps(case, [table], lambda: logprobs(table), old, ref, advantages, low):
+    optimizer = new_optimizer([table], case)
+    for step in solve_steps(case, optimizer, lambda: logprobs(table), old, ref, advantages, low):
         steps.append(step | {"table": table.tolist()})
     return {
         "old_logprobs": old_logprobs,
@@ -298,7 +307,8 @@ def solve_model(case):
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     weights = list(policy.parameters())
     first_weights = torch.nn.utils.parameters_to_vector(weights).detach()
-    steps = list(solve_steps(case, weights, logprobs, old, old, advantages, low))
+    optimizer = new_optimizer(weights, case)
+    steps = list(solve_steps(case, optimizer, logprobs, old, old, advantages, low))
     change = torch.nn.utils.parameters_to_vector(weights) - first_weights
     found = {
         "advantages": group_advantages(case),
