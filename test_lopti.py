@@ -40,23 +40,6 @@ import golden
 
 import lopti
 import rewards
-from rewards import (
-    TASKS,
-    UserError,
-    answers_match,
-    compute_rewards,
-    kk_reward,
-    last_box,
-    load_data,
-    load_function,
-    load_rows,
-    math_reward,
-    prompt_stream,
-    read_answer,
-    read_solution,
-    render_prompt,
-    score_puzzle,
-)
 
 GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny")
@@ -912,7 +895,8 @@ REFUSED = {  # flags: what the sentence names
 WRONG = (  # the sentence names the flag or the file
     "--alpha 1.01, --alpha -0.1, --alpha nan, --alpha half, --eta 1.5, --passes 0, --group-size 1, "
     "--order up, --order high-low --eta 0, --advantage ppo, --task chess, --learning-rate inf, "
-    "--temperature 0, --steps -1, --mini-batch-size 100000000000, --seed 4294967296, --beta 1, @nothing.flags, --resume nowhere"
+    "--temperature 0, --steps -1, --mini-batch-size 100000000000, --seed 4294967296, "
+    "--beta 1, @nothing.flags, --resume nowhere"
 )
 for words in WRONG.split(", "):
     REFUSED[words] = words.removeprefix("--resume ").removeprefix("@").split()[0]
@@ -998,8 +982,8 @@ ANSWERS = [  # a solution, an answer, its reward in the right format
 @pytest.mark.parametrize("solution, answer, reward", ANSWERS)
 def test_answers_to_a_puzzle(solution, answer, reward):
     text = f"So. </think> <answer>{answer}</answer>"
-    assert kk_reward([text], [solution]) == [reward]
-    assert score_puzzle(f"<think>{text}", read_solution(solution)) == reward
+    assert rewards.kk_reward([text], [solution]) == [reward]
+    assert rewards.score_puzzle(f"<think>{text}", rewards.read_solution(solution)) == reward
 
 
 ANSWER = f"<answer>{JACK}</answer>"
@@ -1022,7 +1006,7 @@ FORMS = [  # a response, its prompt, its reward
 
 @pytest.mark.parametrize("response, prompt, reward", FORMS)
 def test_the_form_of_a_response_to_a_puzzle(response, prompt, reward):
-    assert kk_reward([response], [JACK], prompts=[prompt], names=[[]]) == [reward]
+    assert rewards.kk_reward([response], [JACK], prompts=[prompt], names=[[]]) == [reward]
 
 
 def test_the_solution_of_a_puzzle():
@@ -1031,10 +1015,10 @@ def test_the_solution_of_a_puzzle():
         "1. Åsa Öl is a knight\n12) 小明 is a knave",
         "(1) Åsa Öl is a knight (2) 小明 is a knave",
     ):
-        assert read_solution(solution) == read_answer(solution, roles) == roles
+        assert rewards.read_solution(solution) == rewards.read_answer(solution, roles) == roles
     for solution in ("(1) Ann is a knight\n(2) Ann is a knave", "So Ann is a knight", "", None):
-        with pytest.raises(UserError, match=r"lines like \(1\) Zoey is a knight"):
-            kk_reward(["", ""], [JACK, solution])
+        with pytest.raises(rewards.UserError, match=r"lines like \(1\) Zoey is a knight"):
+            rewards.kk_reward(["", ""], [JACK, solution])
 
 
 # rewards.py: mathematics --------------------------------------------------------------------------
@@ -1100,7 +1084,7 @@ ABC | abc
 
 
 def rewarded(solution, answer):
-    return math_reward([rf"So $\boxed{{{answer}}}$."], [solution]) == [1]
+    return rewards.math_reward([rf"So $\boxed{{{answer}}}$."], [solution]) == [1]
 
 
 @pytest.mark.parametrize("row", EQUAL.strip().splitlines())
@@ -1113,22 +1097,22 @@ def test_equal_answers_are_rewarded(row):
 def test_different_answers_are_not_rewarded(row):
     solution, *answers = row.split(" | ")
     assert [answer for answer in answers if rewarded(solution, answer)] == []
-    assert answers_match(solution, solution)
+    assert rewards.answers_match(solution, solution)
 
 
 def test_the_last_box():
-    assert last_box(r"\boxed{1}, no, \boxed{\frac{1}{2}} }") == r"\frac{1}{2}"
-    assert last_box(r"\boxed{\left\{ 1 \right.}") == r"\left\{ 1 \right."
-    assert last_box(r"\boxed{1} or \boxed{}") == ""
-    assert last_box(r"\boxed{1} and \boxed{2") is None
-    assert last_box(r"\boxed{1}</think> no box.") is None
+    assert rewards.last_box(r"\boxed{1}, no, \boxed{\frac{1}{2}} }") == r"\frac{1}{2}"
+    assert rewards.last_box(r"\boxed{\left\{ 1 \right.}") == r"\left\{ 1 \right."
+    assert rewards.last_box(r"\boxed{1} or \boxed{}") == ""
+    assert rewards.last_box(r"\boxed{1} and \boxed{2") is None
+    assert rewards.last_box(r"\boxed{1}</think> no box.") is None
 
 
 def test_math_reward_takes_chats_worked_solutions_and_numbers():
     chat = [{"content": r"\boxed{9}"}, {"content": r"\boxed{4}"}]  # its last message counts
     responses = [chat, r"\boxed{9}", r"\boxed{4}", "4", None, r"\boxed{}", r"\boxed{9999}" * 99]
     solutions = ["4", r"So $\boxed{9}$.", 4, "4", "4", "", "9" * 999]
-    assert math_reward(responses, solutions, level=[1] * 7) == [1, 1, 1, 0, 0, 0, 0]
+    assert rewards.math_reward(responses, solutions, level=[1] * 7) == [1, 1, 1, 0, 0, 0, 0]
 
 
 def test_no_answer_raises():
@@ -1137,7 +1121,7 @@ def test_no_answer_raises():
     texts += [sign * (290 // len(sign)) for sign in signs]
     texts += ["(" * n + "5" + ")" * n for n in (149, 999)]
     for text in texts:
-        assert answers_match(text, "17y") is False, text
+        assert rewards.answers_match(text, "17y") is False, text
 
 
 # rewards.py: the two tasks, and a reward of one's own ---------------------------------------------
@@ -1165,8 +1149,9 @@ def test_a_reward_of_ones_own_gets_every_column(folder):
     )
     settings = make_settings(reward="every_column:reward")
     examples = [example_from("2", a=1, prompts="no"), example_from(b=[2], solution={"x": 3})]
-    assert compute_rewards(["r", "s", "t", "u"], examples, settings) == [7.0, 1.0, 0.5, -1.0]
-    assert load_function("every_column:seen") == {
+    found = rewards.compute_rewards(["r", "s", "t", "u"], examples, settings)
+    assert found == [7.0, 1.0, 0.5, -1.0]
+    assert rewards.load_function("every_column:seen") == {
         "completions": ["r", "s", "t", "u"],
         "prompts": ["1 + 1?"] * 4,
         "solution": ["2", "2", {"x": 3}, {"x": 3}],
@@ -1178,8 +1163,8 @@ def test_a_reward_of_ones_own_gets_every_column(folder):
 @pytest.mark.parametrize("returned", [[1], [1, 2, 3], [1, math.nan], [1, math.inf]])
 def test_a_reward_returns_one_finite_number_for_each_response(returned, monkeypatch):
     monkeypatch.setattr(rewards, "load_function", lambda place: lambda **columns: returned)
-    with pytest.raises(UserError, match="a finite number for each response"):
-        compute_rewards(["a", "b"], [example_from()], make_settings(reward="my:own"))
+    with pytest.raises(rewards.UserError, match="a finite number for each response"):
+        rewards.compute_rewards(["a", "b"], [example_from()], make_settings(reward="my:own"))
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
@@ -1192,10 +1177,10 @@ def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
     code += "[PathFinder.find_spec(name).origin for name in ('datasets', 'random', 'beside')]"
     (folder / "finds.py").write_text(code)
     before = list(sys.path)
-    places = load_function("finds:places")
+    places = rewards.load_function("finds:places")
     assert [str(folder) in place for place in places] == [False, False, True]
-    with pytest.raises(UserError):
-        load_function("finds:nothing")
+    with pytest.raises(rewards.UserError):
+        rewards.load_function("finds:nothing")
     assert sys.path == before
 
 
@@ -1205,7 +1190,7 @@ def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
 ROW = {"problem": "1 + 1?", "answer": "2"}
 LILY = "(1) Lily is a knave"
 CHAT = [{"role": "user", "content": "1 + 1?"}]
-ASKED = f"<|user|>1 + 1?{TASKS['math'].request}<|assistant|>"  # by the template of data/tiny
+ASKED = f"<|user|>1 + 1?{rewards.TASKS['math'].request}<|assistant|>"  # by data/tiny's template
 
 
 def write_rows(path, rows):
@@ -1217,7 +1202,8 @@ def write_rows(path, rows):
 
 def loaded(path, rows, **settings):
     """The examples of a jsonl file with these rows."""
-    return load_rows(write_rows(path / "a.jsonl", rows), make_settings(**settings), TOKENIZER)
+    source = write_rows(path / "a.jsonl", rows)
+    return rewards.load_rows(source, make_settings(**settings), TOKENIZER)
 
 
 ROWS = [  # a task, a row, its prompt, its solution
@@ -1239,7 +1225,7 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     datasets.Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
     settings = make_settings(task=task)
     (example,) = loaded(tmp_path, [row], task=task)
-    assert load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
+    assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example["prompt"] == prompt
     assert example["solution"] == solution
     assert example["columns"] == row
@@ -1258,10 +1244,10 @@ WRONG_ROWS = [  # a task, a row, what is missing
 ]
 
 
-@pytest.mark.parametrize("task, row, told", WRONG_ROWS)
-def test_a_row_that_lacks_a_text_is_named(task, row, told, tmp_path):
+@pytest.mark.parametrize("task, row, message", WRONG_ROWS)
+def test_a_row_that_lacks_a_text_is_named(task, row, message, tmp_path):
     good = {"quiz": "Who?", "solution": LILY}  # blank lines do not count
-    with pytest.raises(UserError, match=rf"a\.jsonl, row 2: .*{told}"):
+    with pytest.raises(rewards.UserError, match=rf"a\.jsonl, row 2: .*{message}"):
         loaded(tmp_path, [good, "", row, good], task=task)
 
 
@@ -1270,16 +1256,18 @@ def test_one_line_tells_which_rows_are_used_and_what_the_model_does_not_see(tmp_
     rows += [{**ROW, "problem": "1 + 1? " * 99}]
     examples = loaded(tmp_path, rows)
     assert [example["difficulty"] for example in examples] == ["all", "3"]
-    told = "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution that no"
-    told += " answer could match; other columns, for the reward: image, level\n"
-    assert capsys.readouterr().out == told
+    message = (
+        "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution that "
+    )
+    message += "no answer could match; other columns, for the reward: image, level\n"
+    assert capsys.readouterr().out == message
     length = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
     assert len(loaded(tmp_path, [ROW], max_prompt_length=length)) == 1
     assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
 
 
 @pytest.mark.parametrize("solution", [None, 0, {"target": 24}, "Lily", "12 #### x"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", rewards.TASKS)
 def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path):
     (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
     assert example["solution"] == solution
@@ -1289,7 +1277,7 @@ def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path)
 def test_a_prompt_without_tokens_is_refused(tmp_path, monkeypatch):
     """Qwen's tokenizer, not found beside the model, is an empty one."""
     monkeypatch.setattr(rewards, "render_prompt", lambda tokenizer, prompt: "")
-    with pytest.raises(UserError, match="is there a tokenizer beside the model"):
+    with pytest.raises(rewards.UserError, match="is there a tokenizer beside the model"):
         loaded(tmp_path, [ROW])
 
 
@@ -1308,7 +1296,7 @@ def test_a_data_set_of_the_hub(source, asked, monkeypatch):
         return datasets.Dataset.from_list([ROW])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert len(load_rows(source, make_settings(), TOKENIZER)) == 1
+    assert len(rewards.load_rows(source, make_settings(), TOKENIZER)) == 1
 
 
 def problems(examples):
@@ -1319,7 +1307,7 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
     """The same rows for every seed; what is there twice is not trained on."""
     rows = [{"problem": f"{i // 2}?", "answer": "2"} for i in range(42)]
     own = write_rows(tmp_path / "own.jsonl", rows)
-    training, evaluation = load_data(make_settings(data=own, seed=1), TOKENIZER)
+    training, evaluation = rewards.load_data(make_settings(data=own, seed=1), TOKENIZER)
     assert problems(evaluation) == ["12?", "13?", "1?", "8?", "16?"]  # rows 24, 26, 2, 16, 32
     assert problems(training) == [
         row["problem"] for row in rows if row["problem"] not in problems(evaluation)
@@ -1327,10 +1315,10 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
     assert "32 rows to train on, 5 of 5 to evaluate on" in capsys.readouterr().out
     many = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i} is"} for i in range(5010)])
     settings = make_settings(data=many, reward="rewards:math_reward")
-    assert len(load_data(settings, TOKENIZER)[1]) == 500
+    assert len(rewards.load_data(settings, TOKENIZER)[1]) == 500
     one = write_rows(tmp_path / "one.jsonl", rows[:2])
-    with pytest.raises(UserError, match="no row is left to train on"):
-        load_data(make_settings(data=one), TOKENIZER)
+    with pytest.raises(rewards.UserError, match="no row is left to train on"):
+        rewards.load_data(make_settings(data=one), TOKENIZER)
 
 
 def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
@@ -1340,7 +1328,7 @@ def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     own = write_rows(tmp_path / "own.jsonl", [*rows, {**ROW, "problem": "Say 99!"}])
     other = write_rows(tmp_path / "other.jsonl", rows)
     settings = make_settings(data=own, eval_data=other, eval_size=3)
-    training, evaluation = load_data(settings, TOKENIZER)
+    training, evaluation = rewards.load_data(settings, TOKENIZER)
     assert problems(training) == ["Say 99!"]
     assert [example["difficulty"] for example in evaluation] == ["0"] * 3 + ["1"] * 3 + ["all"]
     assert problems(evaluation)[:3] != ["Say 0!", "Say 2!", "Say 4!"]  # a sorted file: its easiest
@@ -1348,7 +1336,7 @@ def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
 
 def test_batches_come_in_a_new_order_each_time_through():
     def batches(seed, skip=0):
-        return list(itertools.islice(prompt_stream(range(5), 2, seed, skip), 10 - skip))
+        return list(itertools.islice(rewards.prompt_stream(range(5), 2, seed, skip), 10 - skip))
 
     drawn = [[1, 0], [4, 3], [2, 3], [4, 2], [1, 0], [0, 3], [4, 1], [2, 4], [0, 2], [1, 3]]
     assert batches(seed=1) == drawn  # README's run depends on it
@@ -1372,7 +1360,7 @@ def tokenizer_with(template, bos=None):
 
 TURNS = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
 DROPS = TURNS.replace("messages %}", "messages if turn.role != 'system' %}")
-SYSTEM = TASKS["kk"].system
+SYSTEM = rewards.TASKS["kk"].system
 
 PUZZLE_PROMPTS = [  # a chat template, the prompt of the puzzle "Who?"
     (TURNS, f"<system>{SYSTEM}<user>Who?<assistant><think>"),
@@ -1386,7 +1374,7 @@ PUZZLE_PROMPTS = [  # a chat template, the prompt of the puzzle "Who?"
 def test_the_prompt_of_a_puzzle(template, prompt, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"quiz": "Who?", "solution": LILY}])
     settings = make_settings(task="kk", max_prompt_length=10_000)
-    (example,) = load_rows(source, settings, tokenizer_with(template))
+    (example,) = rewards.load_rows(source, settings, tokenizer_with(template))
     assert example["prompt"] == prompt
 
 
@@ -1394,14 +1382,15 @@ def test_no_later_turn_of_a_chat_is_lost():
     roles = ("system", "user", "assistant", "user")
     chat = [{"role": role, "content": f"{role}?"} for role in roles]
     turns = "<user>user?<assistant>assistant?<user>user?<assistant>"
-    assert render_prompt(tokenizer_with(TURNS), chat) == f"<system>system?{turns}"
-    assert render_prompt(tokenizer_with(DROPS), chat) == turns
-    assert render_prompt(tokenizer_with(None), chat).split() == [f"{role}?" for role in roles]
+    assert rewards.render_prompt(tokenizer_with(TURNS), chat) == f"<system>system?{turns}"
+    assert rewards.render_prompt(tokenizer_with(DROPS), chat) == turns
+    words = rewards.render_prompt(tokenizer_with(None), chat).split()
+    assert words == [f"{role}?" for role in roles]
 
 
 def test_a_prompt_begins_once_as_the_model_is_used_to():
     """Llama's tokenizer puts a token before every text; a chat template has its own."""
     tokenizer = tokenizer_with(TURNS, bos="<|bos|>")
-    assert render_prompt(tokenizer, CHAT) == "<user>1 + 1?<assistant>"
-    assert render_prompt(tokenizer, "1 + 1 =") == "<|bos|>1 + 1 ="
-    assert render_prompt(tokenizer, "<|bos|>1 + 1 =") == "<|bos|>1 + 1 ="
+    assert rewards.render_prompt(tokenizer, CHAT) == "<user>1 + 1?<assistant>"
+    assert rewards.render_prompt(tokenizer, "1 + 1 =") == "<|bos|>1 + 1 ="
+    assert rewards.render_prompt(tokenizer, "<|bos|>1 + 1 =") == "<|bos|>1 + 1 ="
