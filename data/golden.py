@@ -64,13 +64,6 @@ from transformers.utils import logging
 
 CLIPS = ("low", "high", "dual")
 HERE = Path(__file__).resolve().parent
-OUTPUTS = {
-    "cases": "advantages reweighted_advantages low passes",
-    "rollouts": "old_logprobs ref_logprobs advantages low steps",
-    "model": "advantages old_logprobs entropies steps change_norm weights",
-    "treatments": "reinforce_pp_advantages logprobs entropies safe_logprobs safe_entropies safe "
-    "stapo_kept top_kept",
-}
 
 
 # Parts of the equations ---------------------------------------------------------------------------
@@ -332,7 +325,8 @@ def solve_treatments(case):
     tokens = list(by_token(case["ids"], case["lengths"]))
     rewards = [case["rewards"][i] for i, _ in tokens]
     scale = math.sqrt(stdev(rewards) ** 2 + 1e-8)
-    found = {name: {} for name in OUTPUTS["treatments"].split()}  # of each token
+    names = "reinforce_pp_advantages logprobs entropies safe safe_logprobs safe_entropies"
+    found = {name: {} for name in names.split()}  # of each token
     for i, t in tokens:
         found["reinforce_pp_advantages"][i, t] = (case["rewards"][i] - mean(rewards)) / scale
         token = case["ids"][i][t]
@@ -378,11 +372,7 @@ def solve_part(part, cases):
     """A part of golden.json, every output computed anew from the inputs."""
     solvers = {"cases": solve_case, "rollouts": solve_rollout}
     solvers |= {"model": solve_model, "treatments": solve_treatments}
-    solved = []
-    for case in cases:
-        inputs = {name: case[name] for name in case if name not in OUTPUTS[part].split()}
-        solved.append(inputs | solvers[part](inputs))
-    return solved
+    return [case | solvers[part](case) for case in cases]
 
 
 def main():

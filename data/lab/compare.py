@@ -1,7 +1,7 @@
 """Does a method help on your model? Trains lists of flags with the same seeds; prints differences.
 
-    python data/lab/compare.py --seeds 0-4 "" "--passes 2" "--alpha 0.3" "--eta 0.5"
-    python data/lab/compare.py --seeds 0-4 "" "--eta 0.5" -- --model M --data F --task math
+    python data/lab/compare.py --seeds 5 "" "--passes 2" "--alpha 0.3" "--eta 0.5"
+    python data/lab/compare.py --seeds 5 "" "--eta 0.5" -- --model M --data F --task math
 
 A list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- are for all lists.
 Each run is a folder in --output, named by its settings. The same command goes on where it was
@@ -97,18 +97,12 @@ def plot(path, differences):
     plt.close(figure)
 
 
-def seed_range(text):
-    """0-4 → [0, 1, 2, 3, 4]; 7 → [7]"""
-    first, _, last = text.partition("-")
-    return range(int(first), int(last or first) + 1)
-
-
 def main(words=None):
     words = sys.argv[1:] if words is None else words
     end = words.index("--") if "--" in words else len(words)
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
-    parser.add_argument("--seeds", type=seed_range, required=True, help="0-4, or one seed")
+    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="%(default)s")
     args, lists = parser.parse_known_args(words[:end])
     common = words[end + 1 :]
@@ -118,7 +112,7 @@ def main(words=None):
     rows = []
     try:
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
-        for seed in args.seeds:  # all methods with a seed, then the next seed
+        for seed in range(args.seeds):  # all methods with a seed, then the next seed
             for name, method in zip(names, methods):
                 print(f"\n{name}, seed {seed}", flush=True)
                 settings = replace(method, seed=seed, output="", resume="")

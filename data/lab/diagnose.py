@@ -124,7 +124,7 @@ def main(words=None):
         if not norms.sum(0).all():
             raise lopti.UserError("a norm is 0: no group has unequal rewards, or a bin no token")
         table = summarize(tokens, norms)
-        print(table.round(2).to_string())
+        print(table.to_string(float_format="{:.2f}".format))
         print(f"\n{message(tokens, norms)} In the paper it is 4.8 times.")
         plot(args.plot, table, message(tokens, norms))
         print(f"The plot is in {args.plot}.")
