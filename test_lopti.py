@@ -459,50 +459,28 @@ def test_the_memory_of_an_update():
 # 8. Later methods ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", GOLDEN["treatments"])
-def test_golden_numbers_of_the_later_methods(case):
-    """REINFORCE++, entropies, STAPO, 80/20 and min-p against plain Python."""
-    ids = torch.tensor(case["ids"])
-    mask = torch.arange(ids.shape[1]) < torch.tensor(case["lengths"])[:, None]
-    all_logits, values, advantages = tensors(case, "logits", "rewards", "advantages")
-    of_batch = lopti.reinforce_pp_advantages(values, mask)
-    assert close(of_batch, case["reinforce_pp_advantages"])
-    logits = all_logits[mask] / case["temperature"]  # (M, V)
-    logprobs = lopti.scatter(lopti.token_logprobs(logits, ids[mask]), mask)
-    entropies = lopti.scatter(lopti.entropy(logits), mask)
-    assert close(logprobs, case["logprobs"])
-    assert close(entropies, case["entropies"])
-    thresholds = {"tau_p": case["stapo_tau"], "quantile": case["stapo_quantile"]}
-    advantages = advantages[:, None] * mask
-    kept = lopti.stapo_mask(logprobs, entropies, advantages, mask, **thresholds)
-    assert kept.tolist() == case["stapo_kept"]
-    assert lopti.entropy_mask(entropies, mask, case["rho"]).tolist() == case["top_kept"]
-    logits = logits.where(lopti.safe_vocabulary(logits, case["min_p"]), -math.inf)
-    logprobs = lopti.scatter(lopti.token_logprobs(logits, ids[mask]), mask)
-    is_safe = logprobs > -math.inf
-    assert (is_safe & mask).tolist() == case["safe"]
-    assert close(logprobs.masked_fill(~is_safe, 0), case["safe_logprobs"])
-    assert close(lopti.scatter(lopti.entropy(logits), mask), case["safe_entropies"])
-
-
-KEPT = {
-    "": "1111111",
-    "--stapo": "0001111",  # the three quarters of lower entropy, of five below τ_p = .002
-    "--top-entropy .4": "0011100",  # round(2.8) of all tokens, whatever STAPO leaves out
-    "--stapo --top-entropy .7": "0001100",
-    "--top-entropy .07": "0000000",  # round(.49) of a token
+KEPT = {  # of seven tokens with Â = 1, and of one with Â = -1
+    "": "1111111 1",
+    "--stapo": "0001111 1",  # the three quarters of lower entropy, of four below τ_p = .002
+    "--top-entropy .4": "0111000 0",  # round(3.2) of all tokens, whatever STAPO leaves out
+    "--stapo --top-entropy .5": "0001000 0",
+    "--top-entropy .06": "0000000 0",  # round(.48) of a token
 }
 
 
 @pytest.mark.parametrize("flags", KEPT)
 def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
-    """By the policy of the moment."""
-    logprobs = torch.tensor([[0.0019, 0.0019, 0.0019, 0.0019, 0.0019, 0.0021, 0.0021]]).log()
-    entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 0.5]])
-    monkeypatch.setattr(lopti, "response_logprobs", lambda *_: (logprobs, entropies))
-    rollout = SimpleNamespace(response_mask=logprobs < 0, advantages=torch.ones(1, 7))
-    kept = lopti.tokens_to_keep(None, rollout, settings_of(flags))[0]
-    assert "".join(str(int(value)) for value in kept) == KEPT[flags]
+    """By the policy of the moment; six tokens are padding."""
+    mask = torch.tensor([[True] * 7, [True] + [False] * 6])
+    pi = torch.tensor([[0.0019] * 4 + [0.0021] * 3, [0.0019] + [1.0] * 6])
+    entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.5, 0.5, 0.5], [0.1] + [9.0] * 6])
+    monkeypatch.setattr(lopti, "response_logprobs", lambda *_: (pi.log(), entropies))
+    advantages = torch.tensor([[1.0] * 7, [-1.0] * 7])
+    rollout = SimpleNamespace(response_mask=mask, advantages=advantages)
+    kept = lopti.tokens_to_keep(None, rollout, settings_of(flags))
+    assert not (kept & ~mask).any()
+    text = "".join(str(int(value)) for value in kept[mask])
+    assert f"{text[:7]} {text[7:]}" == KEPT[flags]
 
 
 @pytest.mark.parametrize("share, loss", [(0.5, -1), (0.001, 0)])

@@ -3,7 +3,7 @@
     python data/golden.py     # computes the outputs in data/golden.json again, from its inputs
 
 Nothing of lopti.py is used here: the tests hold lopti.py to these numbers as they would hold a
-port. golden.json has four parts, each a list of cases with inputs and outputs.
+port. golden.json has three parts, each a list of cases with inputs and outputs.
 
 `cases`: one loss and its gradient, for each kind of pass. Inputs, of B responses of up to T tokens:
     name, group_size, rewards (B,), lengths (B,): what lies beyond a response's length is padding
@@ -35,16 +35,10 @@ responses to one puzzle. Inputs: prompt and responses, as token ids, and what is
 Outputs, of which about six digits hold on another machine (transformers computes a part of a
 forward pass in float32):
     advantages (4,): Â of Eq. 1
-    old_logprobs, entropies: a list for each response
+    old_logprobs: a list for each response
     steps: as above, without table
     change_norm: that of the change of all weights
     weights: {name of a parameter: its first entry after the update}
-
-`treatments`: the later methods. Inputs: rewards, lengths, advantages (B,), logits (B, T, V) and ids
-(B, T) of the current policy, temperature, min_p, stapo_tau, stapo_quantile, rho. Outputs (B, T):
-    reinforce_pp_advantages
-    logprobs, entropies; with min-p: safe_logprobs, safe_entropies (0 where not safe), safe
-    stapo_kept, top_kept: the tokens that STAPO, and 80/20 with the share rho, keep
 
 The equations are computed with plain Python floats (float64), one token at a time. In `rollouts`
 and `model` PyTorch takes the derivatives by log π from there to the weights, and makes AdamW's
@@ -106,25 +100,6 @@ def group_advantages(case):
         for reward in group:
             advantages.append((reward - mean(group)) / scale)
     return advantages
-
-
-def log_softmax(logits):
-    top = max(logits)
-    normalizer = top + math.log(math.fsum(math.exp(x - top) for x in logits))
-    return [x - normalizer for x in logits]
-
-
-def entropy(logprobs):
-    return -math.fsum(math.exp(x) * x for x in logprobs)
-
-
-def quantile(values, q):
-    """Linear between the two nearest ranks, as numpy and torch do it."""
-    values = sorted(values)
-    position = q * (len(values) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(values) - 1)
-    return values[below] + (position - below) * (values[above] - values[below])
 
 
 def by_token(rows, lengths=None):
@@ -224,10 +199,8 @@ def solve_steps(case, optimizer, logprobs, old, ref, advantages, low, passes=Non
         rows = logprobs()
         new = by_token([row.tolist() for row in rows])
         normalizer = step["response_tokens"]
-        updated = [
-            token for token in updated if new[token] > -math.inf
-        ]  # min-p has left the others
-        found, derivatives = solve_pass(case, updated, new, old, ref, advantages, normalizer)
+        possible = [token for token in updated if new[token] > -math.inf]  # with min-p not all
+        found, derivatives = solve_pass(case, possible, new, old, ref, advantages, normalizer)
         slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
         torch.cat(rows).backward(torch.tensor(slopes, dtype=torch.float64))
         norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
@@ -282,20 +255,14 @@ def solve_model(case):
     """The reference is the first policy: its log π are the old."""
     logging.disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
+    rows = [torch.tensor([case["prompt"] + response]) for response in case["responses"]]
     start = len(case["prompt"]) - 1
 
-    def logits():
-        rows = [torch.tensor([case["prompt"] + response]) for response in case["responses"]]
-        return [policy(ids).logits[0, start:-1] for ids in rows]  # each speaks of the next token
-
     def logprobs():
-        return response_logprobs(logits(), case["responses"], case["temperature"])
+        logits = [policy(ids).logits[0, start:-1] for ids in rows]  # each speaks of the next token
+        return response_logprobs(logits, case["responses"], case["temperature"])
 
     old_logprobs = [row.tolist() for row in logprobs()]
-    entropies = []
-    for values in logits():
-        logprobs_of_all = (values / case["temperature"]).log_softmax(-1).tolist()
-        entropies.append([entropy(each) for each in logprobs_of_all])
     old = by_token(old_logprobs)
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     weights = list(policy.parameters())
@@ -306,7 +273,6 @@ def solve_model(case):
     found = {
         "advantages": group_advantages(case),
         "old_logprobs": old_logprobs,
-        "entropies": entropies,
         "steps": steps,
         "change_norm": change.norm().item(),
         "weights": {name: each.flatten()[0].item() for name, each in policy.named_parameters()},
@@ -318,60 +284,12 @@ def eight_digits(number):
     return float(f"{float(number):.8g}")
 
 
-# treatments ---------------------------------------------------------------------------------------
-
-
-def solve_treatments(case):
-    tokens = list(by_token(case["ids"], case["lengths"]))
-    rewards = [case["rewards"][i] for i, _ in tokens]
-    scale = math.sqrt(stdev(rewards) ** 2 + 1e-8)
-    names = "reinforce_pp_advantages logprobs entropies safe safe_logprobs safe_entropies"
-    found = {name: {} for name in names.split()}  # of each token
-    for i, t in tokens:
-        found["reinforce_pp_advantages"][i, t] = (case["rewards"][i] - mean(rewards)) / scale
-        token = case["ids"][i][t]
-        tempered = [x / case["temperature"] for x in case["logits"][i][t]]
-        logprobs = log_softmax(tempered)
-        found["logprobs"][i, t] = logprobs[token]
-        found["entropies"][i, t] = entropy(logprobs)
-        bound = case["min_p"] * math.exp(max(logprobs))
-        safe = [k for k, logprob in enumerate(logprobs) if math.exp(logprob) >= bound]
-        safe_logprobs = log_softmax([tempered[k] for k in safe])
-        found["safe"][i, t] = token in safe
-        found["safe_logprobs"][i, t] = safe_logprobs[safe.index(token)] if token in safe else 0.0
-        found["safe_entropies"][i, t] = entropy(safe_logprobs)
-    entropies = found["entropies"]
-    spurious = spurious_tokens(case, tokens, found["logprobs"], entropies)
-    by_entropy = sorted(tokens, key=entropies.get, reverse=True)
-    top = by_entropy[: round(case["rho"] * len(tokens))]
-    found["stapo_kept"] = {token: token not in spurious for token in tokens}
-    found["top_kept"] = {token: token in top for token in tokens}
-    rows = {}
-    for name, values in found.items():
-        is_mask = name in ("safe", "stapo_kept", "top_kept")
-        rows[name] = by_row(values, case["ids"], False if is_mask else 0.0)
-    return rows
-
-
-def spurious_tokens(case, tokens, logprobs, entropies):
-    """What STAPO leaves out: Â > 0, π < τ, and an entropy below a quantile of such tokens'."""
-    candidates = []
-    for i, t in tokens:
-        if case["advantages"][i] > 0 and math.exp(logprobs[i, t]) < case["stapo_tau"]:
-            candidates.append((i, t))
-    if not candidates:
-        return []
-    bound = quantile([entropies[token] for token in candidates], case["stapo_quantile"])
-    return [token for token in candidates if entropies[token] < bound]
-
-
 # The file -----------------------------------------------------------------------------------------
 
 
 def solve_part(part, cases):
     """A part of golden.json, every output computed anew from the inputs."""
-    solvers = {"cases": solve_case, "rollouts": solve_rollout}
-    solvers |= {"model": solve_model, "treatments": solve_treatments}
+    solvers = {"cases": solve_case, "rollouts": solve_rollout, "model": solve_model}
     return [case | solvers[part](case) for case in cases]
 
 
