@@ -48,15 +48,11 @@ def test_the_notebook_runs():
         assert json.dumps(notebook).count('"image/png"') == 8
 
 
-def test_each_section_says_what_follows():
-    text = "\n".join(CELLS)
+def test_no_output_is_an_error():
     for cell in NOTEBOOK["cells"]:
         for output in cell.get("outputs", ()):
-            assert output["output_type"] != "error" and output.get("name") != "stderr"
-    sections = text.split("\n## ")[1:]
-    assert len(sections) == 9 and sections.pop().startswith("Exercises")
-    for section in sections:
-        assert "lecture.conclude(" in section or "**In short.** " in section, section[:40]
+            assert output["output_type"] != "error"
+            assert output.get("name") != "stderr"
 
 
 def test_the_functions_that_the_student_writes(capsys):

@@ -185,43 +185,34 @@ def test_lopti_updates_the_bundled_model_rightly():
 
 
 def run_diff(case):
-    """The code of README's diff, after the change, on a golden rollout."""
+    """A golden rollout with README's diff, after the change, as the passes of the example port."""
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     diff = page.split("```diff\n")[1].split("```")[0].splitlines()
     lines = [line[2:] for line in diff if line[:1] in ("+", " ")]
-    ids, mask = example_port.padded(case)
-    before = torch.cat([torch.tensor(case["prompts"])[:, None], ids[:, :-1]], 1)
-    table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
-
-    def of_table(logits):
-        every_logprob = (logits[before] / case["temperature"]).log_softmax(-1)
-        return every_logprob.gather(-1, ids[..., None])[..., 0]
-
-    def kl(rows):
-        ref = of_table(check_port.float64(case["reference"]))
-        return lopti.kl_estimate(of_table(table), ref)[rows]
-
-    adamw = torch.optim.AdamW([table], case["learning_rate"], weight_decay=case["weight_decay"])
     tables = []
 
-    def step():
-        torch.nn.utils.clip_grad_norm_([table], case["max_grad_norm"])
-        adamw.step()
-        tables.append(table.detach().clone())
+    def run_passes(logprobs, ref, mask, parameters, optimizer, case):
+        def step():
+            torch.nn.utils.clip_grad_norm_(parameters, case["max_grad_norm"])
+            optimizer.step()
+            tables.append(parameters[0].detach().clone())
 
-    rewards = check_port.float64(case["rewards"])
-    names = ("alpha", "eta", "clip_low", "clip_high", "kl_coef")
-    namespace = {name: case[name] for name in names} | {
-        "torch": torch,
-        "old_logprobs": of_table(table).detach(),
-        "logprobs": lambda rows: of_table(table)[rows],
-        "kl": kl,
-        "advantages": lopti.group_advantages(rewards, case["group_size"])[:, None] * mask,
-        "mask": mask,
-        "mini_batches": torch.arange(len(ids)).split(case["mini_batch_size"]),
-        "optimizer": SimpleNamespace(step=step, zero_grad=adamw.zero_grad),
-    }
-    exec(textwrap.dedent("\n".join(lines)), namespace)  # noqa: S102
+        rewards = check_port.float64(case["rewards"])
+        names = case | {
+            "torch": torch,
+            "old_logprobs": logprobs().detach(),
+            "logprobs": lambda rows: logprobs()[rows],
+            "kl": lambda rows: lopti.kl_estimate(logprobs(), ref)[rows],
+            "advantages": lopti.group_advantages(rewards, case["group_size"])[:, None] * mask,
+            "mask": mask,
+            "mini_batches": torch.arange(len(mask)).split(case["mini_batch_size"]),
+            "optimizer": SimpleNamespace(step=step, zero_grad=optimizer.zero_grad),
+        }
+        exec(textwrap.dedent("\n".join(lines)), names)  # noqa: S102
+        return []
+
+    with mock.patch.object(example_port, "run_passes", run_passes):
+        assert not list(example_port.update(case))
     return tables
 
 
