@@ -119,7 +119,7 @@ def reweight_and_split(case, old, advantages):
     low = {}
     for (i, t), logprob in old.items():
         pi = math.exp(logprob)
-        reweighted[i, t] = (case["alpha"] * pi + 1 - case["alpha"]) * advantages[i]
+        reweighted[i, t] = (case["alpha"] * pi + (1 - case["alpha"])) * advantages[i]
         low[i, t] = pi < case["eta"]
     return reweighted, low
 

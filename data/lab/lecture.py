@@ -10,6 +10,7 @@ LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parents[1]))
 
 import matplotlib.pyplot as plt
+import pandas
 import torch
 from IPython.display import SVG, Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
@@ -127,19 +128,15 @@ def bounds(pi, norms, vocabulary_size):
 
 def bars(groups, colors, title, ylabel):
     """Grouped bars. groups: {group: {bar: (value, half of its interval)}}, colors: {bar: color}."""
-    _, axis = plt.subplots(figsize=(12, 4.6))
-    width = 0.8 / len(colors)
-    for number, (bar, color) in enumerate(colors.items()):
-        shift = (number - (len(colors) - 1) / 2) * width
-        places = [place + shift for place in range(len(groups))]
-        values = [group[bar][0] for group in groups.values()]
-        halves = [group[bar][1] for group in groups.values()]
-        drawn = axis.bar(places, values, width, yerr=halves, color=color, label=bar, capsize=4)
-        labels = [f"{value:.2f}".replace("-", "−") for value in values]
+    pairs = pandas.DataFrame(groups).T
+    values = pairs.map(lambda pair: pair[0])
+    halves = pairs.map(lambda pair: pair[1])
+    style = {"figsize": (12, 4.6), "width": 0.8, "capsize": 4, "rot": 0}
+    axis = values.plot.bar(yerr=halves, color=colors, title=title, ylabel=ylabel, **style)
+    for drawn in axis.containers[1::2]:  # every other one has the intervals
+        labels = [f"{value:.2f}".replace("-", "−") for value in drawn.datavalues]
         axis.bar_label(drawn, labels, fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
-    axis.set_xticks(range(len(groups)), groups)
-    axis.set(title=title, ylabel=ylabel)
     axis.margins(y=0.12)
     axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
     return axis

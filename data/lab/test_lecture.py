@@ -74,7 +74,7 @@ def test_the_functions_that_the_student_writes(capsys):
     for change in (("< eta", "<= eta"), ("mask & ~low", "~low"), ("mask & (", "(")):
         assert "split_tokens: Wrong" in said(*change)
     assert "compared with log π" in said("old_logprobs.exp() <", "old_logprobs <")
-    assert "reweight_advantages: Wrong" in said("+ 1 - alpha", "")
+    assert "reweight_advantages: Wrong" in said("+ (1 - alpha)", "")
 
 
 def test_the_exercises_with_numbers():

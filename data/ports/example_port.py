@@ -21,7 +21,7 @@ def group_advantages(rewards, group_size):
 
 
 def reweight_advantages(advantages, old_logprobs, alpha):
-    return (alpha * old_logprobs.exp() + 1 - alpha) * advantages
+    return (alpha * old_logprobs.exp() + (1 - alpha)) * advantages
 
 
 def split_tokens(old_logprobs, mask, eta):

@@ -7,19 +7,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path.insert(0, str(HERE))
 
 import check_port
 import pytest
 import torch
 
-import lopti
-
 BATCH = mock.MagicMock()  # which verl's store has the fields of
 
 
 class Trainer:
-    """Like verl's: the loss is summed over response_mask and divided by N of loss_mask."""
+    """Like verl's, but its update only says over which tokens it would sum the loss."""
 
     def __init__(self, config):
         self.config = config
@@ -28,13 +26,7 @@ class Trainer:
         return batch
 
     def _update_actor(self, batch, metrics):
-        fields = {name: rows.values() for name, rows in self.config.store.items()}
-        names = ("new_log_probs", "old_log_probs", "advantages", "ref_log_prob")
-        new, old, advantages, ref = [fields[name][fields["response_mask"] == 1] for name in names]
-        clips = ("clip_low", "clip_high", "clip_dual", "kl_coef")
-        settings = {name: self.config.case[name] for name in clips}
-        N = fields["loss_mask"].sum()
-        metrics["loss"] = lopti.policy_loss(new, old, advantages, N, ref, **settings)[0].item()
+        metrics["tokens"] = self.config.store["response_mask"].values().tolist()
         return batch
 
 
@@ -56,25 +48,33 @@ def import_plugin(store):
 
 
 @pytest.mark.parametrize("case", check_port.GOLDEN["cases"], ids=lambda case: case["name"])
-def test_losses_of_both_passes(case):
-    """Eq. 4, the split, the order of the passes, their tokens, and N; then the whole mask again."""
+def test_advantages_and_tokens_of_both_passes(case):
+    """Eq. 4, the split, the order of the passes; then the whole mask again. verl counts N on
+    loss_mask, which stays whole."""
+
+    def of_responses(name):
+        return [torch.tensor(row[:length]) for row, length in zip(case[name], case["lengths"])]
+
     ones = [torch.ones(length).long() for length in case["lengths"]]
-    store = {"response_mask": ones, "loss_mask": ones}
-    store["advantages"] = [row * value for row, value in zip(ones, case["advantages"])]
-    for name in ("new_log_probs", "old_log_probs", "ref_log_prob"):
-        rows = case[f"{name[:3]}_logprobs"]
-        store[name] = [torch.tensor(row[: len(one)]) for row, one in zip(rows, ones)]
+    advantages = [row * value for row, value in zip(ones, case["advantages"])]
+    store = {"response_mask": ones, "loss_mask": ones, "advantages": advantages}
+    store["old_log_probs"] = of_responses("old_logprobs")
     for name, rows in store.items():
         store[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # no padding
-    config = mock.Mock(lopti=SimpleNamespace(**case), case=case, store=store)
-    trainer = import_plugin(store)["LoptiTrainer"](config)
+    trainer = import_plugin(store)["LoptiTrainer"](
+        mock.Mock(lopti=SimpleNamespace(**case), store=store)
+    )
     metrics = {}
     trainer._update_actor(trainer._compute_advantage(BATCH, metrics), metrics)
-    names = {"low/loss": "low", "high/loss": "high"} if case["eta"] else {"loss": "all"}
-    right = {metric: case["passes"][name]["loss"] for metric, name in names.items()}
-    assert metrics == pytest.approx(right, rel=1e-5, abs=1e-7)
-    assert list(metrics) == list(names)  # the passes in their order
+    right = torch.cat(of_responses("reweighted_advantages"))
+    assert torch.allclose(store["advantages"].values(), right)
+    low = torch.cat(of_responses("low"))
+    passes = [("tokens", low | True)]
+    if case["eta"]:
+        passes = [("low/tokens", low), ("high/tokens", ~low)]
+    assert list(metrics.items()) == [(name, tokens.long().tolist()) for name, tokens in passes]
     assert store["response_mask"].values().all()
+    assert store["loss_mask"].values().all()
 
 
 def test_reward_is_a_number():

@@ -51,7 +51,7 @@ class LoptiTrainer(GRPOTrainer):
         if old_logprobs is None:  # one optimizer step uses up the batch: they are the current ones
             old_logprobs = self._current_logprobs(inputs)
         pi = old_logprobs.exp()
-        weights = self.alpha * pi + 1 - self.alpha  # Eq. 4
+        weights = self.alpha * pi + (1 - self.alpha)  # Eq. 4
         micro_batches = self.args.steps_per_generation  # of a rollout batch, in this process
         per_step = self.args.gradient_accumulation_steps  # of a mini-batch
         tokens = response_mask(inputs)

@@ -33,7 +33,7 @@ class LoptiTrainer(PPOTrainerSync):
         batch = super()._compute_advantage(batch, metrics)
         (old_logprobs, advantages), offsets = self._read(batch, "old_log_probs", "advantages")
         alpha = self.config.lopti.alpha
-        weights = alpha * old_logprobs.exp() + 1 - alpha  # Eq. 4
+        weights = alpha * old_logprobs.exp() + (1 - alpha)  # Eq. 4
         return self._write(batch, "advantages", weights * advantages, offsets)
 
     def _update_actor(self, batch, metrics):
