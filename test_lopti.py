@@ -458,7 +458,6 @@ def test_the_memory_of_an_update():
 
 # 8. Later methods ---------------------------------------------------------------------------------
 
-
 KEPT = {  # of seven tokens with Â = 1, and of one with Â = -1
     "": "1111111 1",
     "--stapo": "0001111 1",  # the three quarters of lower entropy, of four below τ_p = .002
@@ -1135,7 +1134,6 @@ def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
 
 # rewards.py: data ---------------------------------------------------------------------------------
 
-
 ROW = {"problem": "1 + 1?", "answer": "2"}
 LILY = "(1) Lily is a knave"
 CHAT = [{"role": "user", "content": "1 + 1?"}]
@@ -1188,6 +1186,7 @@ WRONG_ROWS = [  # a task, a row, what is missing
     ("math", {"problem": "1 + 1?"}, "a text as solution_text_format, answer, solution"),
     ("math", {**ROW, "answer": 2}, "a text as solution_text_format"),
     ("math", {"prompt": CHAT, "solution": ["2"]}, "a text as solution_text_format"),
+    ("math", {"prompt": " ", "solution": "2"}, "is there a tokenizer beside the model"),
     ("math", '{"problem": ', "Expecting value"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
 ]
@@ -1223,29 +1222,21 @@ def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path)
     assert example["difficulty"] == "all"
 
 
-def test_a_prompt_without_tokens_is_refused(tmp_path, monkeypatch):
-    """Qwen's tokenizer, not found beside the model, is an empty one."""
-    monkeypatch.setattr(rewards, "render_prompt", lambda tokenizer, prompt: "")
-    with pytest.raises(rewards.UserError, match="is there a tokenizer beside the model"):
-        loaded(tmp_path, [ROW])
+HUB_NAMES = {  # what is given as --data: name, configuration and split
+    "owner/name": ("owner/name", None, "train"),
+    "owner/name:main": ("owner/name", "main", "train"),
+    "owner/name:main:test+dev": ("owner/name", "main", "test+dev"),
+    "owner/name::test": ("owner/name", None, "test"),
+}
 
 
-HUB_NAMES = [  # what is given as --data, what `datasets` is asked for
-    ("owner/name", ("owner/name", None, "train")),
-    ("owner/name:main", ("owner/name", "main", "train")),
-    ("owner/name:main:test+dev", ("owner/name", "main", "test+dev")),
-    ("owner/name::test", ("owner/name", None, "test")),
-]
-
-
-@pytest.mark.parametrize("source, asked", HUB_NAMES)
-def test_a_data_set_of_the_hub(source, asked, monkeypatch):
-    def load_dataset(name, configuration=None, split=None):
-        assert (name, configuration, split) == asked
-        return datasets.Dataset.from_list([ROW])
-
+@pytest.mark.parametrize("source", HUB_NAMES)
+def test_a_data_set_of_the_hub(source, monkeypatch):
+    load_dataset = Mock(return_value=datasets.Dataset.from_list([ROW]))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert len(rewards.load_rows(source, make_settings(), TOKENIZER)) == 1
+    name, configuration, split = HUB_NAMES[source]
+    load_dataset.assert_called_once_with(name, configuration, split=split)
 
 
 def problems(examples):

@@ -63,14 +63,10 @@ HERE = Path(__file__).resolve().parent
 # Parts of the equations ---------------------------------------------------------------------------
 
 
-def clamp(value, low, high):
-    return max(low, min(high, value))
-
-
 def token_terms(new, old, ref, advantage, case):
     """(policy loss, KL, which clip cut the gradient, derivative by new) of one token, undivided."""
     ratio = math.exp(new - old)
-    inside = clamp(ratio, 1 - case["clip_low"], 1 + case["clip_high"])
+    inside = max(1 - case["clip_low"], min(ratio, 1 + case["clip_high"]))
     loss = -min(ratio * advantage, inside * advantage)
     clipped = None
     if advantage > 0 and ratio > 1 + case["clip_high"]:
@@ -84,11 +80,11 @@ def token_terms(new, old, ref, advantage, case):
     if not case["kl_coef"]:
         return loss, 0.0, clipped, derivative
 
-    difference = clamp(ref - new, -5, 5)
+    difference = max(-5, min(ref - new, 5))
     estimate = math.exp(difference) - difference - 1
     if abs(ref - new) < 5 and estimate < 10:
         derivative += case["kl_coef"] * (1 - math.exp(difference))
-    return loss, clamp(estimate, -10, 10), clipped, derivative
+    return loss, min(estimate, 10), clipped, derivative
 
 
 def group_advantages(case):
@@ -210,10 +206,6 @@ def solve_steps(case, optimizer, logprobs, old, ref, advantages, low, passes=Non
         yield step | found | {"skipped": norm == 0, "gradient_norm": norm}
 
 
-def new_optimizer(weights, case):
-    return torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
-
-
 def response_logprobs(logits, responses, temperature):
     """log π of the tokens of each response, a list of (T,), from their logits, a list of (T, V)."""
     found = []
@@ -239,7 +231,7 @@ def solve_rollout(case):
     ref = by_token(ref_logprobs)
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     steps = []
-    optimizer = new_optimizer([table], case)
+    optimizer = torch.optim.AdamW([table], case["learning_rate"], weight_decay=case["weight_decay"])
     for step in solve_steps(case, optimizer, lambda: logprobs(table), old, ref, advantages, low):
         steps.append(step | {"table": table.tolist()})
     return {
@@ -267,7 +259,7 @@ def solve_model(case):
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     weights = list(policy.parameters())
     first_weights = torch.nn.utils.parameters_to_vector(weights).detach()
-    optimizer = new_optimizer(weights, case)
+    optimizer = torch.optim.AdamW(weights, case["learning_rate"], weight_decay=case["weight_decay"])
     steps = list(solve_steps(case, optimizer, logprobs, old, old, advantages, low))
     change = torch.nn.utils.parameters_to_vector(weights) - first_weights
     found = {
@@ -277,11 +269,7 @@ def solve_model(case):
         "change_norm": change.norm().item(),
         "weights": {name: each.flatten()[0].item() for name, each in policy.named_parameters()},
     }
-    return json.loads(json.dumps(found), parse_float=eight_digits)
-
-
-def eight_digits(number):
-    return float(f"{float(number):.8g}")
+    return json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.8g}"))
 
 
 # The file -----------------------------------------------------------------------------------------

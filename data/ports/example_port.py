@@ -1,9 +1,5 @@
 """A right port, as short as PyTorch allows: what check_port.py takes at its three levels.
 
-    python data/ports/check_port.py example_port
-    python data/ports/check_port.py example_port:update
-    python data/ports/check_port.py --model example_port:update_model
-
 Put your own loss, passes and optimizer in the place of these. mistakes.diff has changes that make
 it wrong; check_port.py makes them to find what explains the numbers of another port.
 """

@@ -119,13 +119,11 @@ def trl_settings(settings, processes=1):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=5, help="training steps (5)")
-    parser.add_argument("--alpha", type=float, default=0.3, help="α of Eq. 4 (0.3)")
-    parser.add_argument("--eta", type=float, default=0.5, help="η of Lopti (0.5)")
     parser.add_argument("--output", default="runs/trl", help="a new folder for the trained model")
     flags = parser.parse_args()
     if Path(flags.output).exists():
         parser.error(f"{flags.output} exists: give another --output")
-    settings = lopti.Settings(alpha=flags.alpha, eta=flags.eta)
+    settings = lopti.Settings(alpha=0.3, eta=0.5)
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
     rows, _ = lopti.load_data(settings, tokenizer)
     puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
