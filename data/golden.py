@@ -40,11 +40,10 @@ forward pass in float32):
     change_norm: that of the change of all weights
     weights: {name of a parameter: its first entry after the update}
 
-The equations are computed with plain Python floats (float64), one token at a time. In `rollouts`
-and `model` PyTorch takes the derivatives by log π from there to the weights, and makes AdamW's
-steps. Sums are math.fsum, because sum() rounds otherwise since Python 3.12. The inputs were drawn
-at random until every clip and every fact of data/ports/README.md shows in some case. In the code
-(i, t) is the token at position t of row i.
+The equations are computed in plain Python, one token (i, t) at a time: position t of row i. In
+`rollouts` and `model` PyTorch takes the derivatives by log π from there to the weights, and makes
+AdamW's steps. math.fsum rounds alike in every Python. The inputs were drawn at random until every
+clip and every fact of data/ports/README.md shows in some case.
 """
 
 import json

@@ -42,13 +42,11 @@ plt.rcParams |= {
     "figure.dpi": 80,
 }
 
-BOXES = ("sample", "score", "ar", "split", "pass1", "pass2")  # of README's picture
-
 
 def roadmap(*boxes):
     """Shows README's picture with these boxes as they are and the others faint."""
     picture = (LAB / "results" / "hero.svg").read_text(encoding="utf-8")
-    for box in BOXES:
+    for box in ("sample", "score", "ar", "split", "pass1", "pass2"):
         if box not in boxes:
             picture = picture.replace(f'<g id="{box}"', f'<g id="{box}" opacity=".2"')
     display(SVG(picture.replace('width="830"', 'width="600"', 1)))

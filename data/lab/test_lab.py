@@ -72,7 +72,6 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
             gradient = torch.autograd.grad(terms[part[rows, 1:]].sum(), weights, retain_graph=True)
             by_hand[-1].append(torch.nn.utils.get_total_norm(gradient).item())
     assert norms[0] == pytest.approx(np.mean(by_hand, 0), rel=1e-3)
-    assert tokens.all() and norms.all()
 
 
 def test_table_of_diagnose_by_hand():
@@ -86,7 +85,6 @@ def test_table_of_diagnose_by_hand():
     table = diagnose.summarize(tokens, norms)
     shares, relative = (table[name] for name in diagnose.PAPER)
     assert shares["measured"].tolist() == [0.2, 0.1, 0.1, 0.6]
-    assert not shares["±"].any()
     assert list(relative.loc["π < .25"]) == pytest.approx([2.0, 0.0, 0.88])
     assert list(relative.loc["π ≥ .75"]) == pytest.approx([0.5, 12.706 / 8, 0.18], abs=1e-4)
     assert not doctest.testmod(diagnose).failed
@@ -130,10 +128,7 @@ def test_differences_by_hand():
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path):
-    """lopti.train without training: writes a finished run of three steps, and what it was asked.
-
-    First step and first evaluation, one difficulty, and the other measure are far above.
-    """
+    """lopti.train without training: it writes a run. What is not to be read there is above 1."""
     asked = []
 
     def train(settings):

@@ -38,21 +38,15 @@ def run(text, **names):
 
 @pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
 def test_the_notebook_runs():
-    """Without an error, and with as many pictures as are committed."""
+    """Without an error or a warning, and with as many pictures as are committed."""
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
-    for notebook in (book, NOTEBOOK):
-        assert json.dumps(notebook).count('"image/png"') == 8
-
-
-def test_no_output_is_an_error():
-    for cell in NOTEBOOK["cells"]:
-        for output in cell.get("outputs", ()):
-            assert output["output_type"] != "error"
-            assert output.get("name") != "stderr"
+    for text in map(json.dumps, (book, NOTEBOOK)):
+        assert text.count('"image/png"') == 8
+        assert '"stderr"' not in text
 
 
 def test_the_functions_that_the_student_writes(capsys):
@@ -99,7 +93,7 @@ def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
     assert all(line.endswith(": right") for line in lines[len(wrong) :])
 
 
-def test_the_gradient_norm_is_that_of_autograd_and_is_drawn_between_its_bounds():
+def test_the_gradient_norm_is_that_of_autograd():
     logits = (3 * torch.randn(50, 7, generator=torch.Generator().manual_seed(0))).requires_grad_()
     ids = torch.arange(50) % 7
     logprobs = logits.log_softmax(1).gather(1, ids[:, None])[:, 0]
@@ -107,10 +101,6 @@ def test_the_gradient_norm_is_that_of_autograd_and_is_drawn_between_its_bounds()
     norms = lecture.gradient_norm(logits.detach(), ids)
     torch.testing.assert_close(norms, gradient.norm(dim=1))
     assert doctest.testmod(lecture).failed == 0
-    lecture.bounds(logprobs.detach().exp(), norms, 7)
-    band, dots = lecture.plt.gca().collections
-    assert band.get_paths()[0].contains_points(dots.get_offsets(), radius=0.01).all()
-    assert len(dots.get_offsets()) == 50
 
 
 def test_the_picture_of_the_clip():

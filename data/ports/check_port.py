@@ -39,8 +39,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 HERE = Path(__file__).resolve().parent
-DATA = HERE.parent
-GOLDEN = json.loads((DATA / "golden.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((HERE.parent / "golden.json").read_text(encoding="utf-8"))
 EXAMPLE = (HERE / "example_port.py").read_text(encoding="utf-8")
 TOLERANCE = 1e-4  # float32 stays below it, and no mistake does
 FUNCTIONS = ("group_advantages", "reweight_advantages", "split_tokens", "policy_loss")
@@ -218,7 +217,7 @@ def find_mistakes(update):
 
 def bundled_model():
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(DATA / "tiny", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(HERE.parent / "tiny", dtype=torch.float32).eval()
 
 
 def new_optimizer(model, case):

@@ -49,8 +49,7 @@ def import_plugin(store):
 
 @pytest.mark.parametrize("case", check_port.GOLDEN["cases"], ids=lambda case: case["name"])
 def test_advantages_and_tokens_of_both_passes(case):
-    """Eq. 4, the split, the order of the passes; then the whole mask again. verl counts N on
-    loss_mask, which stays whole."""
+    """Eq. 4, the split, the order of the passes; N, which verl counts on loss_mask; both masks."""
 
     def of_responses(name):
         return [torch.tensor(row[:length]) for row, length in zip(case[name], case["lengths"])]
