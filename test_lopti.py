@@ -718,6 +718,7 @@ def test_killed_and_resumed_to_the_last_bit(name, call, finished_run, flags, tmp
         os._exit(exit_code(f"{flags} --output {folder}"))
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
+    assert torch.load(folder / "checkpoint.pt")["step"] == 2
     with (folder / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 3')
     assert exit_code(f"--resume {folder}") == 0
