@@ -129,18 +129,23 @@ def test_check_port_as_a_command(monkeypatch, capsys, tmp_path):
 
 
 LOGITS = 'logits = model(rows).logits[:, len(case["prompt"]) - 1 : -1]  # of the token after each'
-CHANGES = [  # a line of update_model or of the passes, another, the exit code
-    (f"        {LOGITS}", f"        {LOGITS}", 0),
-    (f"        {LOGITS}", f"        {LOGITS.replace(' - 1 : -1', ' :')}", 1),
-    ("            if norm > 0:", "            if True:", 0),
-    ("            yield float(norm)", "            yield 1.001 * float(norm)", 1),
+LOSS = "policy_loss(logprobs()[rows], *fixed, case)"
+CHANGES = [  # a line of the example port, another, the case of golden.json, the exit code
+    (f"        {LOGITS}", f"        {LOGITS}", 5, 0),
+    (f"        {LOGITS}", f"        {LOGITS.replace(' - 1 : -1', ' :')}", 5, 1),
+    ("            if norm > 0:", "            if True:", 5, 0),
+    ("            yield float(norm)", "            yield 1.001 * float(norm)", 5, 1),
+    (f"            {LOSS}.backward()", f"            (-{LOSS}).backward()", 4, 1),
 ]
 
 
-@pytest.mark.parametrize("text, instead, code", CHANGES)
-def test_a_language_model_is_checked_to_its_weights(text, instead, code, change, monkeypatch):
-    """Level 3, where a pass has no token: right; logits shifted by one; a step all the same."""
-    monkeypatch.setitem(check_port.GOLDEN, "model", check_port.GOLDEN["model"][5:])
+@pytest.mark.parametrize("text, instead, number, code", CHANGES)
+def test_a_language_model_is_checked_to_its_weights(
+    text, instead, number, code, change, monkeypatch
+):
+    """Level 3. In case 5 a pass has no token in a mini-batch; in case 4 there is one step, of which
+    only the weights show that the gradient has the wrong sign."""
+    monkeypatch.setitem(check_port.GOLDEN, "model", [check_port.GOLDEN["model"][number]])
     assert check_port.check_model_update(change(text, instead).update_model) == code
 
 
