@@ -107,8 +107,8 @@ def main(words=None):
     args, lists = parser.parse_known_args(words[:end])
     common = words[end + 1 :]
     names = [flags or "GRPO" for flags in lists]
-    if len(names) < 2 or len(names) > len(set(names)):
-        parser.error("give two or more lists of flags, all different")
+    if len(names) < 2 or len(names) > len(set(names)) or args.seeds < 1:
+        parser.error("give two or more lists of flags, all different, and --seeds 1 or more")
     rows = []
     try:
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]

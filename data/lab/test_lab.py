@@ -176,6 +176,7 @@ def test_compare_trains_and_goes_on(trained, tmp_path, capsys):
 def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
     for program, words, sentence in (
         (compare, ["--seeds", "1", "", ""], "all different"),
+        (compare, ["--seeds", "0", "", "--stapo"], "--seeds 1 or more"),
         (compare, ["--seeds", "1", "", "--eta 7"], "must lie between"),
         (compare, ["--seeds", "1", "", "--tabel"], "unrecognized arguments: --tabel"),
         (diagnose, ["--batches", "1"], "--batches must be 2 or more"),
