@@ -696,7 +696,7 @@ def test_steps_that_have_nothing_to_learn_are_reported(advantage, flags, tmp_pat
     assert exit_code(flags) == 0
     text = capsys.readouterr().out
     assert text.count("there is nothing to learn") == 2
-    assert "step 2: reward -3.00, accuracy 0.00\n" in text
+    assert "step 1: reward -3.00, accuracy 0.00\n" in text
 
 
 @pytest.mark.parametrize("name, call", [("training_step", 3), ("log_evaluation", 3)])
