@@ -217,14 +217,15 @@ def test_training_step_against_a_plain_second_implementation(flags):
         )
         rows = plain_rows(rollout)
 
-        def logprobs(model=plain, rows=rows):
-            return [plain_logprobs(model, row, settings)[0] for row in rows]
+        def logprobs(i, rows=rows):
+            return plain_logprobs(plain, rows[i], settings)[0]
 
         case = vars(settings) | {"responses": [row.response.tolist() for row in rows]}
         case["rewards"] = [plain_reward(row) for row in rows]
         assert rollout.rewards.tolist() == case["rewards"]
-        old = golden.by_token([each.tolist() for each in logprobs()])
-        ref = golden.by_token([each.tolist() for each in logprobs(reference)])
+        old = golden.by_token([logprobs(i).tolist() for i in range(len(rows))])
+        refs = [plain_logprobs(reference, row, settings)[0].tolist() for row in rows]
+        ref = golden.by_token(refs)
         entropies = [plain_logprobs(plain, row, settings)[1].tolist() for row in rows]
         mask = rollout.response_mask
         assert not rollout.old_logprobs[~mask].any()

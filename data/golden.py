@@ -48,6 +48,7 @@ clip and every fact of data/ports/README.md shows in some case.
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -146,15 +147,15 @@ def solve_pass(case, updated, new, old, ref, advantages, normalizer):
 
 
 def mini_batches(case, low, passes):
-    """Of each pass and mini-batch what golden.json says about it, and the tokens to update."""
+    """Of each pass and mini-batch what golden.json says of it, its rows, the tokens to update."""
     for name in passes:
         for start in range(0, len(case["responses"]), case["mini_batch_size"]):
-            rows = range(start, start + case["mini_batch_size"])
+            rows = range(len(case["responses"]))[start : start + case["mini_batch_size"]]
             tokens = [(i, t) for i, t in low if i in rows]
             updated = tokens_of_pass(name, tokens, low)
             step = {"pass": name, "first_row": start}
             step |= {"response_tokens": len(tokens), "updated_tokens": len(updated)}
-            yield step, updated
+            yield step, rows, updated
 
 
 # cases --------------------------------------------------------------------------------------------
@@ -186,18 +187,18 @@ def solve_case(case):
 def solve_steps(case, optimizer, logprobs, old, ref, advantages, low, passes=None):
     """The optimizer steps, one after the other.
 
-    `logprobs()` are those of all response tokens under the policy of the moment: a list of (T,).
+    `logprobs(i)` are those of response i under the policy of the moment: (T,).
     """
     weights = optimizer.param_groups[0]["params"]
     passes = passes or (["low", "high"] if case["eta"] else ["all"])
-    for step, updated in mini_batches(case, low, passes):
-        rows = logprobs()
-        new = by_token([row.tolist() for row in rows])
+    for step, rows, updated in mini_batches(case, low, passes):
+        of_rows = {i: logprobs(i) for i in rows}
+        new = {(i, t): x for i in rows for t, x in enumerate(of_rows[i].tolist())}
         normalizer = step["response_tokens"]
         possible = [token for token in updated if new[token] > -math.inf]  # with min-p not all
         found, derivatives = solve_pass(case, possible, new, old, ref, advantages, normalizer)
         slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
-        torch.cat(rows).backward(torch.tensor(slopes, dtype=torch.float64))
+        torch.cat(list(of_rows.values())).backward(torch.tensor(slopes, dtype=torch.float64))
         norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
         if norm > 0:
             optimizer.step()
@@ -205,33 +206,29 @@ def solve_steps(case, optimizer, logprobs, old, ref, advantages, low, passes=Non
         yield step | found | {"skipped": norm == 0, "gradient_norm": norm}
 
 
-def response_logprobs(logits, responses, temperature):
-    """log π of the tokens of each response, a list of (T,), from their logits, a list of (T, V)."""
-    found = []
-    for values, response in zip(logits, responses):
-        every_logprob = (values / temperature).log_softmax(-1)
-        found.append(every_logprob[range(len(response)), response])
-    return found
+def response_logprobs(logits, response, temperature):
+    """log π of the tokens of a response, (T,), from their logits, (T, V)."""
+    every_logprob = (logits / temperature).log_softmax(-1)
+    return every_logprob[range(len(response)), response]
 
 
 def solve_rollout(case):
     responses = case["responses"]
 
-    def logprobs(table):
-        before = zip(case["prompts"], responses)
-        logits = [table[[prompt, *response[:-1]]] for prompt, response in before]
-        return response_logprobs(logits, responses, case["temperature"])
+    def logprobs(table, i):
+        logits = table[[case["prompts"][i], *responses[i][:-1]]]
+        return response_logprobs(logits, responses[i], case["temperature"])
 
     table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
-    old_logprobs = [row.tolist() for row in logprobs(table)]
+    old_logprobs = [logprobs(table, i).tolist() for i in range(len(responses))]
     reference = torch.tensor(case["reference"], dtype=torch.float64)
-    ref_logprobs = [row.tolist() for row in logprobs(reference)]
+    ref_logprobs = [logprobs(reference, i).tolist() for i in range(len(responses))]
     old = by_token(old_logprobs)
     ref = by_token(ref_logprobs)
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     steps = []
     optimizer = torch.optim.AdamW([table], case["learning_rate"], weight_decay=case["weight_decay"])
-    for step in solve_steps(case, optimizer, lambda: logprobs(table), old, ref, advantages, low):
+    for step in solve_steps(case, optimizer, partial(logprobs, table), old, ref, advantages, low):
         steps.append(step | {"table": table.tolist()})
     return {
         "old_logprobs": old_logprobs,
@@ -246,14 +243,15 @@ def solve_model(case):
     """The reference is the first policy: its log π are the old."""
     logging.disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
-    rows = [torch.tensor([case["prompt"] + response]) for response in case["responses"]]
-    start = len(case["prompt"]) - 1
+    responses = case["responses"]
 
-    def logprobs():
-        logits = [policy(ids).logits[0, start:-1] for ids in rows]  # each speaks of the next token
-        return response_logprobs(logits, case["responses"], case["temperature"])
+    def logprobs(i):
+        ids = torch.tensor([case["prompt"] + responses[i]])
+        # The logits of a token speak of the next one.
+        logits = policy(ids).logits[0, len(case["prompt"]) - 1 : -1]
+        return response_logprobs(logits, responses[i], case["temperature"])
 
-    old_logprobs = [row.tolist() for row in logprobs()]
+    old_logprobs = [logprobs(i).tolist() for i in range(len(responses))]
     old = by_token(old_logprobs)
     advantages, low = reweight_and_split(case, old, group_advantages(case))
     weights = list(policy.parameters())

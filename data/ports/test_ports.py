@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import lopti
 
 torch.set_num_threads(1)  # for many small operations the fastest
+MISTAKES = [*check_port.MISTAKES][:: 1 if os.getenv("LOPTI_ALL") else 3]  # quickly: every third
 
 
 # golden.json --------------------------------------------------------------------------------------
@@ -60,7 +62,7 @@ def test_golden_json_reaches_every_clip_and_mistake():
         assert sum(found[f"clip_{kind}_share"] > 0 for found in passes) >= 3
     rollouts = check_port.GOLDEN["rollouts"]
     assert max(off_by(check_port.port_with([]), case) for case in rollouts) < 1e-9
-    for mistake in check_port.MISTAKES:
+    for mistake in MISTAKES:
         assert max(off_by(check_port.port_with([mistake]), case) for case in rollouts) > 0.005
 
 
@@ -71,7 +73,7 @@ def checked(*mistakes):
     return check_port.verdict(check_port.find_mistakes(check_port.port_with(mistakes).update))
 
 
-@pytest.mark.parametrize("mistake", check_port.MISTAKES)
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_check_port_names_each_mistake(mistake, capsys):
     """And takes none for another."""
     assert checked(mistake) == (0 if "a choice" in mistake else 1)
@@ -80,11 +82,10 @@ def test_check_port_names_each_mistake(mistake, capsys):
     assert last_but_one.startswith("Right" if "a choice" in mistake else "Looking")
 
 
-def test_check_port_names_two_mistakes_beside_a_choice(capsys):
-    names = ["fact 1: π is taken at temperature 1, not at that of sampling"]
-    names += ["the ratio is not clipped", check_port.CHOICES[0]]
+def test_check_port_names_two_mistakes(capsys):
+    names = (next(iter(check_port.MISTAKES)), "the ratio is not clipped")
     assert checked(*names) == 1
-    assert capsys.readouterr().out.splitlines()[-3:] == names
+    assert capsys.readouterr().out.splitlines()[-2:] == [*names]
 
 
 @pytest.fixture
