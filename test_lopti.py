@@ -123,10 +123,6 @@ def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def gradient(model):
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
 def close(values, expected, limit=1e-9):
     expected = torch.tensor(expected, dtype=torch.float64)
     return torch.allclose(values.double(), expected, atol=limit, rtol=0)
@@ -1192,10 +1188,8 @@ def test_one_line_tells_which_rows_are_used_and_what_the_model_does_not_see(tmp_
     rows += [{**ROW, "problem": "1 + 1? " * 99}]
     examples = loaded(tmp_path, rows)
     assert [example["difficulty"] for example in examples] == ["all", "3"]
-    message = (
-        "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution that "
-    )
-    message += "no answer could match; other columns, for the reward: image, level\n"
+    message = "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution"
+    message += " that no answer could match; other columns, for the reward: image, level\n"
     assert capsys.readouterr().out == message
     length = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
     assert len(loaded(tmp_path, [ROW], max_prompt_length=length)) == 1

@@ -150,7 +150,8 @@ def mini_batches(case, low, passes):
     """Of each pass and mini-batch what golden.json says of it, its rows, the tokens to update."""
     for name in passes:
         for start in range(0, len(case["responses"]), case["mini_batch_size"]):
-            rows = range(len(case["responses"]))[start : start + case["mini_batch_size"]]
+            stop = min(start + case["mini_batch_size"], len(case["responses"]))
+            rows = range(start, stop)
             tokens = [(i, t) for i, t in low if i in rows]
             updated = tokens_of_pass(name, tokens, low)
             step = {"pass": name, "first_row": start}
@@ -190,7 +191,8 @@ def solve_steps(case, optimizer, logprobs, old, ref, advantages, low, passes=Non
     `logprobs(i)` are those of response i under the policy of the moment: (T,).
     """
     weights = optimizer.param_groups[0]["params"]
-    passes = passes or (["low", "high"] if case["eta"] else ["all"])
+    if passes is None:
+        passes = ["low", "high"] if case["eta"] else ["all"]
     for step, rows, updated in mini_batches(case, low, passes):
         of_rows = {i: logprobs(i) for i in rows}
         new = {(i, t): x for i in rows for t, x in enumerate(of_rows[i].tolist())}

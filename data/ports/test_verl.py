@@ -60,15 +60,14 @@ def test_advantages_and_tokens_of_both_passes(case):
     store["old_log_probs"] = of_responses("old_logprobs")
     for name, rows in store.items():
         store[name] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # no padding
-    trainer = import_plugin(store)["LoptiTrainer"](
-        mock.Mock(lopti=SimpleNamespace(**case), store=store)
-    )
+    config = mock.Mock(lopti=SimpleNamespace(**case), store=store)
+    trainer = import_plugin(store)["LoptiTrainer"](config)
     metrics = {}
     trainer._update_actor(trainer._compute_advantage(BATCH, metrics), metrics)
     right = torch.cat(of_responses("reweighted_advantages"))
     assert torch.allclose(store["advantages"].values(), right)
     low = torch.cat(of_responses("low"))
-    passes = [("tokens", low | True)]
+    passes = [("tokens", torch.ones_like(low))]
     if case["eta"]:
         passes = [("low/tokens", low), ("high/tokens", ~low)]
     assert list(metrics.items()) == [(name, tokens.long().tolist()) for name, tokens in passes]
