@@ -47,7 +47,7 @@ PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is 
 ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
 
 huggingface_hub.constants.HF_HUB_OFFLINE = True  # no test asks the hub
-torch.set_num_threads(1)  # the models are too small for more
+torch.set_num_threads(1)  # with two the child that a test forks hangs
 
 
 def settings_of(flags=""):

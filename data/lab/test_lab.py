@@ -24,7 +24,7 @@ import torch
 import lopti
 
 TINY = str(HERE.parent / "tiny")
-torch.set_num_threads(1)  # for many small operations the fastest
+torch.set_num_threads(1)  # more gain little
 
 # diagnose.py --------------------------------------------------------------------------------------
 

@@ -278,7 +278,7 @@ def main(words=None):
     flags = parser.parse_args(words)
     module_name, _, function_name = flags.port.partition(":")
     sys.path.insert(0, ".")
-    torch.set_num_threads(1)  # the fastest for many small operations
+    torch.set_num_threads(1)  # more gain little
     try:
         module = importlib.import_module(module_name)
         function = getattr(module, function_name) if function_name else None

@@ -22,7 +22,7 @@ import torch
 
 import lopti
 
-torch.set_num_threads(1)  # for many small operations the fastest
+torch.set_num_threads(1)  # more gain little
 MISTAKES = list(check_port.MISTAKES)
 if not os.environ.get("LOPTI_ALL"):
     MISTAKES = MISTAKES[::3]
