@@ -141,8 +141,7 @@ STATISTICS = ("policy_loss", "kl", *CLIPS.values(), "updated_share", "grad_norm"
 
 def example_of(prompt, solution, difficulty="2"):
     """A row as `load_data` makes it."""
-    texts = {"prompt": prompt, "question": prompt, "solution": solution}
-    return texts | {"difficulty": difficulty, "columns": {}}
+    return rewards.Example(prompt, prompt, solution, difficulty, columns={})
 
 
 EXAMPLES = [example_of(*prompt) for prompt in SOLUTIONS.items()]
@@ -1065,7 +1064,7 @@ def make_settings(**changes):
 
 
 def example_from(solution="2", **columns):
-    return {"prompt": "1 + 1?", "solution": solution, "columns": columns}
+    return rewards.Example("1 + 1?", "1 + 1?", solution, "all", columns)
 
 
 @pytest.fixture
@@ -1157,10 +1156,10 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     settings = make_settings(task=task)
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
-    assert example["prompt"] == prompt
-    assert example["solution"] == solution
-    assert example["columns"] == row
-    assert example["difficulty"] == ("1" if task == "kk" else "all")
+    assert example.prompt == prompt
+    assert example.solution == solution
+    assert example.columns == row
+    assert example.difficulty == ("1" if task == "kk" else "all")
 
 
 WRONG_ROWS = [  # a task, a row, what is missing
@@ -1187,7 +1186,7 @@ def test_one_line_tells_which_rows_are_used_and_what_the_model_does_not_see(tmp_
     rows = [ROW, {**ROW, "level": 3, "image": "x.png"}, {**ROW, "answer": r"\frac{1}{2"}, ""]
     rows += [{**ROW, "problem": "1 + 1? " * 99}]
     examples = loaded(tmp_path, rows)
-    assert [example["difficulty"] for example in examples] == ["all", "3"]
+    assert [example.difficulty for example in examples] == ["all", "3"]
     message = "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution"
     message += " that no answer could match; other columns, for the reward: image, level\n"
     assert capsys.readouterr().out == message
@@ -1200,8 +1199,8 @@ def test_one_line_tells_which_rows_are_used_and_what_the_model_does_not_see(tmp_
 @pytest.mark.parametrize("task", rewards.TASKS)
 def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path):
     (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
-    assert example["solution"] == solution
-    assert example["difficulty"] == "all"
+    assert example.solution == solution
+    assert example.difficulty == "all"
 
 
 HUB_NAMES = {  # what is given as --data: name, configuration and split
@@ -1222,7 +1221,7 @@ def test_a_data_set_of_the_hub(source, monkeypatch):
 
 
 def problems(examples):
-    return [example["question"] for example in examples]
+    return [example.question for example in examples]
 
 
 def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
@@ -1252,7 +1251,7 @@ def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     settings = make_settings(data=own, eval_data=other, eval_size=3)
     training, evaluation = rewards.load_data(settings, TOKENIZER)
     assert problems(training) == ["Say 99!"]
-    assert [example["difficulty"] for example in evaluation] == ["0"] * 3 + ["1"] * 3 + ["all"]
+    assert [example.difficulty for example in evaluation] == ["0"] * 3 + ["1"] * 3 + ["all"]
     assert problems(evaluation)[:3] != ["Say 0!", "Say 2!", "Say 4!"]  # a sorted file: its easiest
 
 
@@ -1297,7 +1296,7 @@ def test_the_prompt_of_a_puzzle(template, prompt, tmp_path):
     source = write_rows(tmp_path / "a.jsonl", [{"quiz": "Who?", "solution": LILY}])
     settings = make_settings(task="kk", max_prompt_length=10_000)
     (example,) = rewards.load_rows(source, settings, tokenizer_with(template))
-    assert example["prompt"] == prompt
+    assert example.prompt == prompt
 
 
 def test_no_later_turn_of_a_chat_is_lost():

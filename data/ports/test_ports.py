@@ -171,7 +171,7 @@ def lopti_update_model(model, optimizer, case):
         mock.patch.object(lopti, "compute_rewards", return_value=case["rewards"]),
     ):
         reference = copy.deepcopy(model)
-        step = lopti.training_step(model, reference, optimizer, None, [{"prompt": ""}], settings)
+        step = lopti.training_step(model, reference, optimizer, None, [mock.Mock()], settings)
     right = torch.cat([torch.tensor(row) for row in case["old_logprobs"]])
     assert torch.allclose(rollout.old_logprobs[mask], right, atol=1e-5, rtol=0)
     results = itertools.chain(*step[1])  # of each pass and mini-batch

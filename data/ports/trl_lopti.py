@@ -126,7 +126,7 @@ def main():
     settings = lopti.Settings(alpha=0.3, eta=0.5)
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
     rows, _ = lopti.load_data(settings, tokenizer)
-    puzzles = [{"prompt": row["prompt"], "solution": row["solution"]} for row in rows]
+    puzzles = [{"prompt": row.prompt, "solution": row.solution} for row in rows]
     options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
     options["logging_steps"] = options["steps_per_generation"] * len(settings.pass_names())
     options["max_steps"] = flags.steps * options["logging_steps"]  # TRL counts optimizer steps
