@@ -4,7 +4,7 @@
     LOPTI_ALL=1 python -m pytest -q      # all
 
 The equations are held to numbers worked out by hand, in the examples of docstrings, and to
-data/golden.json; a whole training step to the second implementation, data/golden.py, which goes
+golden.json of data/ports; a training step to the second implementation, golden.py there, which goes
 from token to token and knows nothing of lopti.py.
 """
 
@@ -34,14 +34,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 ROOT = Path(__file__).resolve().parent
-sys.path.append(str(ROOT / "data"))
+sys.path.append(str(ROOT / "data" / "ports"))
 
 import golden
 
 import lopti
 import rewards
 
-GOLDEN = json.loads((ROOT / "data" / "golden.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((ROOT / "data" / "ports" / "golden.json").read_text(encoding="utf-8"))
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny")
 PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is a knave", "Lily"]
 ENDS = [1, *range(40, 80)]  # of models that are to end their responses early

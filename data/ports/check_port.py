@@ -14,7 +14,7 @@ my_port.py is yours, in the current folder; example_port.py beside this file is 
         (B, T) each → a scalar, whose gradient is compared, too; `update_mask` has the tokens of the
         pass, `mask` all response tokens, `case` clip_low, clip_high, clip_dual and kl_coef.
 2. update(case) makes a whole update with your loss, passes and optimizer, on a policy that is a
-   table (V, V): row i holds the logits of the token after token i. `case` has what data/golden.py
+   table (V, V): row i holds the logits of the token after token i. `case` has what golden.py
    calls inputs; pad the responses with 0. It returns the table after each optimizer step.
 3. update_model(model, optimizer, case) does the same with the bundled model, a causal model of
    transformers, and an AdamW over its weights; `case` has prompt and responses as token ids. It
@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 HERE = Path(__file__).resolve().parent
-GOLDEN = json.loads((HERE.parent / "golden.json").read_text(encoding="utf-8"))
+GOLDEN = json.loads((HERE / "golden.json").read_text(encoding="utf-8"))
 EXAMPLE = (HERE / "example_port.py").read_text(encoding="utf-8")
 TOLERANCE = 1e-4  # float32 stays below it, and no mistake does
 FUNCTIONS = ("group_advantages", "reweight_advantages", "split_tokens", "policy_loss")

@@ -12,7 +12,7 @@ from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(HERE), str(ROOT / "data"), str(ROOT)]
+sys.path[:0] = [str(HERE), str(ROOT)]
 
 import check_port
 import example_port

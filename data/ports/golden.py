@@ -1,6 +1,6 @@
 """Makes golden.json: numbers that a right port of the method must reproduce.
 
-    python data/golden.py     # computes the outputs in data/golden.json again, from its inputs
+    python data/ports/golden.py     # computes the outputs in golden.json again, from its inputs
 
 Nothing of lopti.py is used here: the tests hold lopti.py to these numbers as they would hold a
 port. golden.json has three parts, each a list of cases with inputs and outputs.
@@ -43,7 +43,7 @@ forward pass in float32):
 The equations are computed in plain Python, one token (i, t) at a time: position t of row i. In
 `rollouts` and `model` PyTorch takes the derivatives by log π from there to the weights, and makes
 AdamW's steps. math.fsum rounds alike in every Python. The inputs were drawn at random until every
-clip and every fact of data/ports/README.md shows in some case.
+clip and every detail of README.md here shows in some case.
 """
 
 import json
@@ -244,7 +244,7 @@ def solve_rollout(case):
 def solve_model(case):
     """The reference is the first policy: its log π are the old."""
     logging.disable_progress_bar()
-    policy = AutoModelForCausalLM.from_pretrained(HERE / "tiny", dtype=torch.float64)
+    policy = AutoModelForCausalLM.from_pretrained(HERE.parent / "tiny", dtype=torch.float64)
     responses = case["responses"]
 
     def logprobs(i):
