@@ -774,7 +774,7 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
     assert weights(model).dtype == torch.float32
     assert not model.training
     assert tokenizer.pad_token == TOKENIZER.eos_token
-    message = f"No model of type gpt2 was tried: see what data/check_model.py {tmp_path} finds"
+    message = f"No model of type gpt2 was tried: see what data/lab/check_model.py {tmp_path} finds"
     assert message in capsys.readouterr().out
     lopti.load_model("", "cpu")
     assert not capsys.readouterr().out

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("scipy", reason="pip install -r data/lab/requirements.txt")
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import check_model
 import compare

@@ -1,7 +1,7 @@
 """Is π of a model the same when it is drawn as when it is scored? Before a training with lopti.py.
 
-    python data/check_model.py MODEL                  # a folder or a hub name
-    python data/check_model.py MODEL --length 4096    # rows up to this many tokens
+    python data/lab/check_model.py MODEL                  # a folder or a hub name
+    python data/lab/check_model.py MODEL --length 4096    # rows up to this many tokens
 
 The loss takes π from whole rows, padded on the right. Sampling reads a cache and prompts padded on
 the left, and a response that has ended leaves the batch. Some models give another π then. Here
@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
 TOLERANCE = 1e-2  # nats
