@@ -92,7 +92,7 @@ def save_both(model, tokenizer, folder):
 def other_template():
     """A tokenizer whose chat template ends a response with another token, 4, than its own."""
     tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.chat_template = TOKENIZER.chat_template.replace("<|end|>", "\n <|assistant|>\n")
+    tokenizer.chat_template = TOKENIZER.chat_template.replace("<|end|>", "<|assistant|>\n")
     return tokenizer
 
 
@@ -305,10 +305,13 @@ def test_greedy_responses_are_those_of_generate(family, ends, monkeypatch):
 
 
 def test_which_tokens_end_a_response():
-    """The tokenizer's, the model's, and what the chat template writes; if they are added tokens."""
+    """The tokenizer's, the model's, and what the template writes directly after a response."""
     model = random_model(ends=[3, 40])  # 40 is a word: Llama's default is 2
     assert lopti.end_token_ids(model, TOKENIZER) == [1, 3]
-    assert lopti.end_token_ids(model, other_template()) == [1, 3, 4]
+    tokenizer = other_template()
+    assert lopti.end_token_ids(model, tokenizer) == [1, 3, 4]
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|assistant|>\n", "\n<|assistant|>")
+    assert lopti.end_token_ids(model, tokenizer) == [1, 3]
     model.generation_config.eos_token_id = 0
     assert lopti.end_token_ids(model, TOKENIZER) == [0, 1]
     tokenizer = other_template()
@@ -602,6 +605,7 @@ def test_the_accuracy_table_by_hand(monkeypatch):
     calls = []
 
     def fake_sample(model, tokenizer, prompts, group_size, temperature, settings):
+        assert settings.min_p == 0  # evaluations sample from the whole vocabulary
         calls.append((torch.initial_seed(), len(prompts), group_size, temperature))
         texts = [r"\boxed{7}", "no"] * 8 + ["no"] * 4 if temperature else [r"\boxed{7}"] * 5
         truncated = torch.arange(len(texts)) < group_size  # the first prompt's are cut off
@@ -610,7 +614,7 @@ def test_the_accuracy_table_by_hand(monkeypatch):
     monkeypatch.setattr(lopti, "sample", fake_sample)
     policy = SimpleNamespace(device=torch.device("cpu"))
     of_training = torch.get_rng_state()
-    settings = settings_of("--task math --seed 7 --temperature 0.7")
+    settings = settings_of("--task math --seed 7 --temperature 0.7 --min-p 0.1")
     table, greedy = lopti.evaluate(policy, TOKENIZER, examples, settings)
     assert calls == [(8, 5, 1, 0), (8, 5, 4, 1)]  # T = 1, whatever --temperature
     assert torch.equal(torch.get_rng_state(), of_training)
@@ -673,6 +677,9 @@ def test_step_metrics_by_hand():
     expected |= {"completions/mean_length": 2.0, "completions/max_length": 3.0}
     expected |= {"completions/clipped_ratio": 0.25}
     expected |= {"rollout/kl": 0.5 - 1 + math.log(2), "rollout/tokens": 8.0}
+    expected["optimizer_steps"] = 7.0
+    updates[3][1]["grad_norm"] = 0.0
+    expected["grad_norm/high"] = (10 + 20 + 30) / 4
     assert lopti.step_metrics(rollout, updates, settings) == pytest.approx(expected)
     settings = settings_of("--passes 4 --group-size 4")  # without Lopti π < .5
     metrics = lopti.step_metrics(rollout, updates, settings)
@@ -687,26 +694,37 @@ def test_step_metrics_by_hand():
 def test_steps_that_have_nothing_to_learn_are_reported(advantage, flags, tmp_path, capsys):
     """No response is a puzzle's answer: all rewards are -3."""
     flags += (
-        f"--reward= --mini-batch-size 0 --steps 2 --output {tmp_path}/run --advantage {advantage}"
+        f"--reward= --mini-batch-size 0 --steps 2 --output {tmp_path}/run --advantage {advantage} "
+        "--kl-coef 0 --save-every 0"
     )
     assert exit_code(flags) == 0
     text = capsys.readouterr().out
     assert text.count("there is nothing to learn") == 2
+    assert text.count("no optimizer step was made") == 2
     assert "step 1: reward -3.00, accuracy 0.00\n" in text
+    assert "--resume" not in text  # there is no checkpoint to resume from
 
 
-@pytest.mark.parametrize("name, call", [("training_step", 3), ("log_evaluation", 3)])
-def test_killed_and_resumed_to_the_last_bit(name, call, finished_run, flags, tmp_path, monkeypatch):
-    """By `kill -9` in step 3, or after the evaluation of step 4; the checkpoint is of step 2."""
+KILLS = [  # before which call of which function, and the step of the last checkpoint
+    ("step_metrics", 3, 2),
+    ("log_evaluation", 3, 4),  # of step 4: the trained weights are already in the checkpoint
+    ("report", 1, 5),
+]
+
+
+@pytest.mark.parametrize("name, call, step", KILLS)
+def test_killed_and_resumed_to_the_last_bit(
+    name, call, step, finished_run, flags, tmp_path, monkeypatch
+):
+    """A run that `kill -9` ended goes on from its checkpoint as if nothing had happened."""
     folder = tmp_path / "killed"
     calls = itertools.count(1)
     original = getattr(lopti, name)
 
     def kill(*inputs):
-        result = original(*inputs)
         if next(calls) == call:
             os.kill(os.getpid(), signal.SIGKILL)
-        return result
+        return original(*inputs)
 
     child = os.fork()
     if child == 0:
@@ -714,9 +732,9 @@ def test_killed_and_resumed_to_the_last_bit(name, call, finished_run, flags, tmp
         os._exit(exit_code(f"{flags} --output {folder}"))
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
-    assert torch.load(folder / "checkpoint.pt")["step"] == 2
+    assert torch.load(folder / "checkpoint.pt")["step"] == step
     with (folder / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": 3')
+        stream.write('{"step": 3')  # the kill cut off a line
     assert exit_code(f"--resume {folder}") == 0
     assert_same_run(folder, finished_run)
 
@@ -813,7 +831,7 @@ REFUSED = {  # flags: what the sentence names
     "--model endless": "has no token that ends a response",
     "--model endless --device nonsense": "on --device nonsense",
     "--resume finished --steps 4": "has done 5 steps: give --steps 5 or more",
-    "--resume finished --learning-rate 1e-3": "beside --resume only --steps is taken",
+    "--resume finished --learning-rate 1e-3": "only --steps may be given as well",
     "--resume lost --steps 6": "has no checkpoint.pt",
     "--data folder": "cannot read folder: it is neither a .jsonl nor a .parquet file",
     "--data missing.jsonl": "No such file",
