@@ -1,13 +1,17 @@
-"""Is π of a model the same when it is drawn as when it is scored? Before a training with lopti.py.
+"""Does a model give the same π in sampling and in training? Run this before you train a new model.
 
     python data/lab/check_model.py MODEL                  # a folder or a hub name
-    python data/lab/check_model.py MODEL --length 4096    # rows up to this many tokens
+    python data/lab/check_model.py MODEL --length 4096    # rows of up to this many tokens
 
-The loss takes π from whole rows, padded on the right. Sampling reads a cache and prompts padded on
-the left, and a response that has ended leaves the batch. Some models give another π then. Here
-`lopti.sample` draws three responses: one that ends at once, one to a short prompt with much
-padding, one that ends near --length. `lopti.token_logits` scores them. All tokens of the vocabulary
-are compared, in float32. Exit code 0: equal to 1e-2 nats. 1: not equal. 2: there is no such model.
+The update computes π from whole rows, which are padded on the right. Sampling computes π from a
+cache and from prompts that are padded on the left, and a response that has ended leaves the batch.
+Some models give different π in these two cases, and training them with lopti.py would be wrong.
+
+This program samples three responses with `lopti.sample`: one ends at once, one follows a short
+prompt behind much padding, and one ends near --length. Then it computes their logits again with
+`lopti.token_logits`, and compares log π of every token of the vocabulary, in float32.
+
+Exit code: 0 if all differences are at most 1e-2 nats, 1 if not, 2 if the model cannot be loaded.
 """
 
 import argparse
@@ -21,19 +25,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
 TOLERANCE = 1e-2  # nats
-SMALLEST = 1e-30  # of what is less likely the logarithm is not compared
+SMALLEST = 1e-30  # smaller probabilities count as this one: float32 does not hold their logarithms
 SHORT = "Which of the inhabitants is a knight, and which is a knave? "
 
 
 def largest_difference(model, tokenizer, length):
-    """Between log π as drawn and as scored, in nats, over M sampled tokens and the vocabulary."""
+    """Compares log π in sampling and in training, for M sampled tokens and the whole vocabulary.
+
+    Returns the largest absolute difference, in nats, and the number of tokens of the longest row,
+    which is `length` or a little less.
+    """
     settings = lopti.Settings(max_new_tokens=lopti.STRETCH + 4)  # so that a second stretch begins
     end_ids = model.generation_config.eos_token_id
-    drawn = [[], [], []]  # by row; row 0 ends at once and leaves the batch
+    drawn = [[], [], []]  # for each row, π of each token; row 0 ends at once and leaves the batch
     multinomial = torch.multinomial
 
     def draw(probabilities, num_samples):
-        """Takes the place of torch.multinomial, with which HF draws the next token of each row."""
+        """Replaces torch.multinomial, with which HF draws the next token of each row."""
         first = 3 - len(probabilities)
         for row, values in enumerate(probabilities, first):
             drawn[row].append(values)
@@ -53,30 +61,40 @@ def largest_difference(model, tokenizer, length):
         scored = lopti.token_logits(model, rollout.ids, mask, 1.0).softmax(1)
     sampled = []
     for values, count in zip(drawn, mask.sum(1).tolist()):
-        sampled += values[:count]  # a row that has ended is drawn on until it leaves, as padding
+        sampled += values[:count]  # HF draws for a row that has ended, too, until it leaves
     difference = torch.stack(sampled).clamp(min=SMALLEST).log() - scored.clamp(min=SMALLEST).log()
-    return float(difference.abs().max())  # of (M, V)
+    return float(difference.abs().max()), int(rollout.lengths.max())  # difference: (M, V)
 
 
 def main(words=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-    parser.add_argument("model", help="folder or hub name")
-    parser.add_argument("--length", type=int, default=656, help="tokens in a row (default: 656)")
+    parser.add_argument("model", help="a folder or a hub name")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=656,
+        help="tokens of the longest row, at most those that the model has positions for "
+        "(default: %(default)s)",
+    )
     args = parser.parse_args(words)
     try:
         model, tokenizer = lopti.load_model(args.model, "auto")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = min(args.length, longest or args.length)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", -1)
+    has_limit = positions > 0  # XLNet's configuration has -1
+    length = min(args.length, positions) if has_limit else args.length
     ends = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
-    print(f"model type: {model.config.model_type}; longest position: {longest or 'not stated'}")
+    print(f"model type: {model.config.model_type}")
+    print(f"positions: {positions if has_limit else 'no limit is stated'}")
     print(f"tokens that end a response: {', '.join(ends)}")
-    worst = largest_difference(model, tokenizer, length)
-    verdict = "right" if worst <= TOLERANCE else "wrong, do not train this model with lopti.py"
-    print(f"π is {verdict}: log π as drawn and as scored differ by up to {worst:.1e} nats.")
-    return 0 if worst <= TOLERANCE else 1
+    worst, tokens = largest_difference(model, tokenizer, length)
+    print(f"longest row: {tokens} tokens")
+    print(f"largest difference in log π between sampling and training: {worst:.1e} nats")
+    is_right = worst <= TOLERANCE
+    print("π is right." if is_right else "π is wrong: do not train this model with lopti.py.")
+    return 0 if is_right else 1
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""Does a method help on your model? Trains lists of flags with the same seeds; prints differences.
+"""Does a method help on your model? Trains with several lists of flags and compares accuracies.
 
     python data/lab/compare.py --seeds 5 "" "--passes 2" "--alpha 0.3" "--eta 0.5"
     python data/lab/compare.py --seeds 5 "" "--eta 0.5" -- --model M --data F --task math
 
-A list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- are for all lists.
-Each run is a folder in --output, named by its settings. The same command goes on where it was
-stopped and trains nothing twice. What has finished keeps its metrics, not its weights.
+Each list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- belong to every
+list, but a list's own flags win. All lists are trained with the same seeds. Each run has a folder
+in --output, whose name is computed from its settings. If you stop the program, the same command
+continues, and no finished run is trained again. Weights of finished runs are deleted.
 
-Two accuracies of each run are compared, ± is half of a 95 % interval over seeds (Student's t):
+Two accuracies of each run are compared. ± is half of a 95 % interval over seeds (Student's t).
 
-- training: averaged over training steps, all but the first
-- held out: avg@k of all prompts at the last evaluation; greedy with --eval-samples 0
+- training: the mean accuracy of the training steps, without the first step
+- held out: avg@k of all prompts in the last evaluation, or greedy accuracy with --eval-samples 0
 """
 
 import argparse
@@ -35,17 +36,17 @@ MEASURES = ["training", "held out"]
 
 
 def train(settings, output):
-    """Trains, or goes on with a run, unless it has finished. Returns its folder."""
+    """Trains one run, or continues it, unless it has finished. Returns its folder."""
     text = json.dumps(asdict(settings))
-    folder = output / f"{zlib.crc32(text.encode()):08x}"  # however the flags were written
+    folder = output / f"{zlib.crc32(text.encode()):08x}"  # the same however the flags are written
     evaluations = lopti.read_lines(folder / "evaluations.jsonl")
     if not evaluations or evaluations[-1]["step"] < settings.steps:
         if (folder / "checkpoint.pt").exists():
             settings = replace(settings, resume=str(folder))
         else:
-            shutil.rmtree(folder, ignore_errors=True)  # of a run that never came to a checkpoint
+            shutil.rmtree(folder, ignore_errors=True)  # a run without a checkpoint
         lopti.train(replace(settings, output=str(folder)))
-        gc.collect()  # this model leaves a GPU before the next one comes
+        gc.collect()  # frees this model's GPU memory before the next run
     shutil.rmtree(folder / "final", ignore_errors=True)
     (folder / "checkpoint.pt").unlink(missing_ok=True)
     return folder
@@ -63,9 +64,10 @@ def accuracies(folder, settings):
 
 
 def paired_differences(runs):
-    """For each pair of lists of flags: the mean of the differences, each of two runs with one seed.
+    """Compares each pair of lists of flags: a row with the mean difference, and ± beside it.
 
-    `runs` has a row for each run: flags, seed, training, held out.
+    Each difference is between two runs with the same seed. `runs` has a row for each run, with the
+    columns flags, seed, training, held out.
     """
     accuracy = runs.pivot(index="seed", columns="flags", values=MEASURES)
     rows = {}
@@ -80,7 +82,7 @@ def paired_differences(runs):
 
 
 def plot(path, differences):
-    """Saves the differences with their intervals. The title says how many exclude 0."""
+    """Saves a plot of the differences and their intervals. Its title says how many exclude 0."""
     size = (10, 1.5 + 0.4 * len(differences))
     figure, axes = plt.subplots(1, 2, sharex=True, sharey=True, figsize=size, layout="constrained")
     excluding = 0
@@ -101,9 +103,19 @@ def main(words=None):
     words = sys.argv[1:] if words is None else words
     end = words.index("--") if "--" in words else len(words)
     look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
-    parser.add_argument("--seeds", type=int, default=5, help="how many, from 0 on: %(default)s")
-    parser.add_argument("--output", type=Path, default=Path("runs/compare"), help="%(default)s")
+    usage = 'compare.py [--seeds N] [--output FOLDER] "FLAGS" "FLAGS" ... [-- FLAGS of every list]'
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=look, usage=usage, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=5, help="number of seeds: 0, 1, ... (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/compare"),
+        help="folder of all runs and of the plot (default: %(default)s)",
+    )
     args, lists = parser.parse_known_args(words[:end])
     common = words[end + 1 :]
     names = [flags or "GRPO" for flags in lists]
@@ -112,7 +124,7 @@ def main(words=None):
     rows = []
     try:
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
-        for seed in range(args.seeds):  # all methods with a seed, then the next seed
+        for seed in range(args.seeds):  # all methods with one seed, then the next seed
             for name, method in zip(names, methods):
                 print(f"\n{name}, seed {seed}", flush=True)
                 settings = replace(method, seed=seed, output="", resume="")
@@ -124,10 +136,10 @@ def main(words=None):
     differences = paired_differences(runs)
     print("\nAccuracy, averaged over seeds")
     print(runs.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
-    print("\nDifferences for the same seeds, ±: half of a 95 % interval")
+    print("\nMean difference between runs with the same seed; ± is half of a 95 % interval")
     print(differences.round(3).to_string())
     plot(args.output / "differences.png", differences)
-    print(f"\nThe plot is {args.output / 'differences.png'}.")
+    print(f"\nThe plot is in {args.output / 'differences.png'}.")
 
 
 if __name__ == "__main__":

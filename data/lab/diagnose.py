@@ -1,13 +1,16 @@
-"""Fig. 1 a and d of the paper for any model: which tokens does the gradient come from? No training.
+"""Which tokens does the gradient come from? Draws Fig. 1 a and d of the paper for any model.
 
     python data/lab/diagnose.py                                  # the bundled model
     python data/lab/diagnose.py --model M --data F --task math   # any flags of lopti.py
     python data/lab/diagnose.py --model runs/NAME/final          # a trained model
 
-It samples rollout batches as lopti.py does. For each mini-batch (one optimizer step) it takes the
-gradient of GRPO's loss, without the KL term, at the policy that sampled: once of all tokens, once
-of the tokens in each of four bins of π. With --alpha the advantages are those of Eq. 4. No weight
-moves. It prints a table and saves a plot. ± is half of a 95 % interval over rollout batches.
+The program samples rollout batches as lopti.py does. For each mini-batch (one optimizer step) it
+computes the gradient of GRPO's loss, without the KL term, at the policy that sampled: once for all
+tokens, and once for the tokens of each of four intervals of π. With --alpha the advantages are
+those of Eq. 4. No weight changes. It prints a table and saves a plot. ± is half of a 95 % interval
+over rollout batches.
+
+It does not say whether a method helps: for that, train with and without it (compare.py).
 """
 
 import argparse
@@ -36,10 +39,12 @@ PAPER = {  # Fig. 1: Qwen2.5-7B-Instruct-1M; over all tokens its gradient norm i
 
 
 def measure(policy, tokenizer, examples, batches, settings):
-    """Returns (batches, 4) numbers of tokens, (batches, 5) gradient norms: four bins, all tokens.
+    """Samples rollout batches, and returns their tokens (batches, 4) and norms (batches, 5).
 
-    A norm is over all weights, and the mean over the mini-batches of a rollout batch.
+    The columns are the four bins of π. The last column of the norms is that of all tokens. A norm
+    is that of the gradient for all weights, averaged over the mini-batches of a rollout batch.
     """
+    # One pass on all tokens, without the reference model
     settings = replace(settings, eta=0.0, order="low-high", passes=1, kl_coef=0.0)
     no_step = torch.optim.SGD(policy.parameters(), lr=0.0)
     torch.manual_seed(settings.seed)
@@ -50,20 +55,24 @@ def measure(policy, tokenizer, examples, batches, settings):
         batch = next(prompts)
         rollout, passes = lopti.training_step(policy, None, no_step, tokenizer, batch, settings)
         pi = rollout.old_logprobs.exp()
-        masks = [rollout.response_mask & (pi >= low) & (pi < high) for low, high in pairwise(EDGES)]
-        for mask in masks:
+        counts = []
+        for low, high in pairwise(EDGES):
+            mask = rollout.response_mask & (pi >= low) & (pi < high)
             passes.append(lopti.update(policy, no_step, rollout, mask, settings))
-        of_all, *of_bins = [np.mean([each["grad_norm"] for each in results]) for results in passes]
-        tokens.append([int(mask.sum()) for mask in masks])
-        norms.append([*of_bins, of_all])
+            counts.append(int(mask.sum()))
+        means = []  # all tokens, then the bins
+        for results in passes:
+            means.append(np.mean([result["grad_norm"] for result in results]))
+        tokens.append(counts)
+        norms.append(means[1:] + means[:1])
     return np.array(tokens), np.array(norms)
 
 
 def ratio(above, below):
-    """Σ above / Σ below and half of its 95 % interval. Each has a number for each of n batches.
+    """Returns Σ above / Σ below, and half of its 95 % interval. Both have n numbers, one a batch.
 
-    With R the ratio, the numbers above - R·below have mean 0; s is their standard deviation. The
-    interval is R ± t·s/√n, divided by the mean of below. Here 1 ± 4.303·1/√3/2:
+    With R the ratio, the numbers above - R·below have mean 0; s is their standard deviation. Half
+    of the interval is t·s/√n, divided by the mean of below. Here it is 4.303·1/√3/2:
 
     >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.array([2.0] * 3))))
     1.000 ± 1.242
@@ -74,7 +83,7 @@ def ratio(above, below):
 
 
 def summarize(tokens, norms):
-    """A table with a row for each bin: measured, half of the interval, and the paper's."""
+    """Returns a table with a row for each bin: measured, half of the interval, the paper's."""
     columns = {}
     for name, values, total in zip(PAPER, (tokens, norms), (tokens.sum(1), norms[:, 4])):
         ratios = [ratio(values[:, place], total) for place in range(4)]
@@ -85,7 +94,7 @@ def summarize(tokens, norms):
 
 
 def message(tokens, norms):
-    """What follows from them."""
+    """Returns two sentences: how many tokens have π < .25, and how large their gradient is."""
     share = tokens[:, 0].sum() / tokens.sum()
     times, half = ratio(norms[:, 0], norms[:, 3])
     text = f"{100 * share:.0f} % of the tokens have π < .25.\nTheir gradient norm is {times:.1f} ± "
@@ -94,7 +103,7 @@ def message(tokens, norms):
 
 
 def plot(path, table, title):
-    """Saves Fig. 1 a and d beside the paper's."""
+    """Saves a plot of the table: Fig. 1 a and d, beside the values of the paper."""
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
     for axis, name in zip(axes, PAPER):
         errors = {"measured": table[name]["±"]}
@@ -108,9 +117,19 @@ def plot(path, table, title):
 
 def main(words=None):
     look = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look, allow_abbrev=False)
-    parser.add_argument("--batches", type=int, default=20, help="rollout batches, 2 or more")
-    parser.add_argument("--plot", type=Path, default=Path("runs/diagnose.png"), help="its file")
+    usage = "diagnose.py [--batches N] [--plot FILE] [flags of lopti.py]"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=look, usage=usage, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--batches", type=int, default=20, help="rollout batches, 2 or more (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("runs/diagnose.png"),
+        help="file of the plot (default: %(default)s)",
+    )
     args, flags = parser.parse_known_args(words)
     try:
         settings = lopti.parse_arguments(flags)
@@ -122,11 +141,14 @@ def main(words=None):
         examples, _ = lopti.load_data(settings, tokenizer)
         tokens, norms = measure(policy, tokenizer, examples, args.batches, settings)
         if not norms.sum(0).all():
-            raise lopti.UserError("a norm is 0: no group has unequal rewards, or a bin no token")
+            raise lopti.UserError(
+                "a gradient norm is 0: no group has unequal rewards, or a bin has no token"
+            )
         table = summarize(tokens, norms)
         print(table.to_string(float_format="{:.2f}".format))
         print(f"\n{message(tokens, norms)} In the paper it is 4.8 times.")
         plot(args.plot, table, message(tokens, norms))
+        print("This does not say whether a method helps: compare.py trains with and without it.")
         print(f"The plot is in {args.plot}.")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))

@@ -1,4 +1,4 @@
-"""Checks diagnose.py, compare.py, check_model.py: python -m pytest -q data/lab/test_lab.py"""
+"""Tests of diagnose.py, compare.py and check_model.py: python -m pytest -q data/lab/test_lab.py"""
 
 import copy
 import doctest
@@ -28,16 +28,8 @@ torch.set_num_threads(1)  # more gain little
 
 # diagnose.py --------------------------------------------------------------------------------------
 
-SMALL = [
-    "--prompts-per-step",
-    "2",
-    "--group-size",
-    "4",
-    "--mini-batch-size",
-    "4",
-    "--max-new-tokens",
-    "12",
-]
+SMALL = ["--prompts-per-step", "2", "--group-size", "4", "--mini-batch-size", "4"]
+SMALL += ["--max-new-tokens", "12"]
 
 
 @pytest.fixture
@@ -46,16 +38,20 @@ def unequal_rewards(monkeypatch):
 
 
 def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
-    """A norm by hand is that of ∇ Σ Â·log π / N over all weights: Eq. 1 at π_old."""
+    """`measure` returns norms of ∇ Σ Â·log π / N, the gradient of Eq. 1 at π_old, over all weights.
+
+    No weight moves. Flags of a method that makes several passes do not change what is measured.
+    """
     update = mock.Mock(wraps=lopti.update)
     monkeypatch.setattr(lopti, "update", update)
-    settings = lopti.parse_arguments([*SMALL, "--eta", "0.5", "--max-grad-norm", "0.1"])
+    passes = ["--eta", "0.5", "--order", "high-low", "--passes", "2", "--max-grad-norm", "0.1"]
+    settings = lopti.parse_arguments([*SMALL, *passes])
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
     untouched = copy.deepcopy(policy)
     examples, _ = lopti.load_data(settings, tokenizer)
     tokens, norms = diagnose.measure(policy, tokenizer, examples, 1, settings)
     weights = list(untouched.parameters())
-    assert all(map(torch.equal, weights, policy.parameters()))  # no weight moves
+    assert all(map(torch.equal, weights, policy.parameters()))
     rollout = update.call_args.args[2]
     mask = rollout.response_mask
     pi = rollout.old_logprobs.exp()
@@ -75,10 +71,11 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
 
 
 def test_table_of_diagnose_by_hand():
-    """Two batches; t of one degree of freedom is 12.706.
+    """The table and the sentences have the ratios and 95 % intervals that a hand computes.
 
-    Norm of π < .25: 8/4 = 2, with 4 - 2·2 = 0 in both batches. Times: 8/2 = 4, with 5 - 4·1 = 1 and
-    3 - 4·1 = -1: s/√2 is 1, and half of the interval 12.706.
+    There are two batches, and t of one degree of freedom is 12.706. The norm of π < .25 is 8/4 = 2
+    of that of all tokens, with 5 - 2·2.5 = 0 and 3 - 2·1.5 = 0. It is 8/2 = 4 times that of
+    π ≥ .75, with 5 - 4·1 = 1 and 3 - 4·1 = -1: s/√2 is 1, and half of the interval is 12.706.
     """
     tokens = np.array([[20, 10, 10, 60], [20, 10, 10, 60]])
     norms = np.array([[5.0, 1.0, 1.0, 1.0, 2.5], [3.0, 1.0, 1.0, 1.0, 1.5]])
@@ -91,16 +88,23 @@ def test_table_of_diagnose_by_hand():
     text = diagnose.message(tokens, norms)
     assert text.startswith("20 % of the tokens have π < .25.\n")
     assert text.endswith("4.0 ± 12.7 times as large as that of π ≥ .75 (not significant).")
-    norms[:, 0] = 4, 4
-    assert diagnose.message(tokens, norms).endswith("4.0 ± 0.0 times as large as that of π ≥ .75.")
+    for times in (4.0, 0.5):  # both differ from 1 by more than ± 0
+        norms[:, 0] = times
+        text = diagnose.message(tokens, norms)
+        assert text.endswith(f"{times} ± 0.0 times as large as that of π ≥ .75.")
 
 
 def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, capsys):
+    """The program prints the table and what it does not show, and saves the plot in a new folder.
+
+    It ends in one sentence where a norm is 0, which has no ratio.
+    """
     words = [*SMALL, "--batches", "2", "--plot", str(tmp_path / "new" / "plot.png")]
     diagnose.main([*words, "--alpha", "0.3"])
     printed = capsys.readouterr().out
     assert "nan" not in printed
     assert "In the paper it is 4.8 times." in printed
+    assert "This does not say whether a method helps" in printed
     assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
     monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((2, 4)), np.zeros((2, 5))))
     with pytest.raises(SystemExit, match="2"):
@@ -112,7 +116,11 @@ def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, cap
 
 
 def test_differences_by_hand():
-    """B minus A in training: .01, .02, .03, hence .02 ± 4.303·.01/√3. Held out: .1, .1, .4."""
+    """Each pair of lists gets the mean of the differences by seed, and its 95 % interval.
+
+    B minus A is .01, .02, .03 in training, hence .02 ± 4.303·.01/√3, and .1, .1, .4 held out, hence
+    .2 ± 4.303·.1.
+    """
     runs = []
     for seed, training, held_out in ((0, 0.01, 0.1), (1, 0.02, 0.1), (2, 0.03, 0.4)):
         runs.append(["A", seed, seed, 0.5])
@@ -128,7 +136,10 @@ def test_differences_by_hand():
 
 @pytest.fixture
 def trained(monkeypatch, tmp_path):
-    """lopti.train without training: it writes a run. What is not to be read there is above 1."""
+    """In place of lopti.train: it writes a run's files, and what no one should read is above 1.
+
+    Accuracies of the run are .2 and .4 + η in training, and .5 + α held out.
+    """
     asked = []
 
     def train(settings):
@@ -141,8 +152,10 @@ def trained(monkeypatch, tmp_path):
         for accuracy in (9.0, 0.2, 0.4 + settings.eta):
             lopti.add_line(folder / "metrics.jsonl", {"accuracy": accuracy})
         for step, value in ((0, 9.0), (3, 0.5 + settings.alpha)):
-            intervals = {"2": [7.0, 0, 1], "all": [value, 0, 1]}
-            table = {"greedy": {"all": [9.0, 0, 1]}, "avg@4": intervals}
+            table = {"greedy": {"2": [7.0, 0, 1], "all": [value, 0, 1]}}
+            if settings.eval_samples:
+                table[f"avg@{settings.eval_samples}"] = table["greedy"]
+                table["greedy"] = {"all": [9.0, 0, 1]}
             lopti.add_line(folder / "evaluations.jsonl", {"step": step, "table": table})
 
     monkeypatch.chdir(tmp_path)
@@ -150,17 +163,26 @@ def trained(monkeypatch, tmp_path):
     return asked
 
 
-def test_compare_trains_and_goes_on(trained, tmp_path, capsys):
-    """The fake runs have accuracies .2 and .4 + η in training, .5 + α held out."""
-    words = ["--seeds", "2", "", "--eta 0.5", "--alpha 0.3", "--", "--steps", "3"]
+def test_compare_trains_and_continues(trained, tmp_path, capsys):
+    """Every list is trained with every seed, and a list's own flags win over those of all lists.
+
+    The same command prints the same again; it continues a run that was stopped, and trains only a
+    run that has no checkpoint from its beginning. No weights are left.
+    """
+    lists = ["", "--eta 0.5 --eval-samples 0", "--alpha 0.3"]
+    words = ["--seeds", "2", *lists, "--", "--steps", "3", "--eval-samples", "2"]
     compare.main(words)
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
-    assert ["--eta", "0.5", "0.55", "0.5"] in lines
-    assert ["--alpha", "0.3", "minus", "--eta", "0.5", "2", "-0.25", "0.0", "0.3", "0.0"] in lines
-    assert [(one.seed, one.eta, one.alpha, one.steps) for one in trained] == [
-        (seed, eta, alpha, 3) for seed in (0, 1) for eta, alpha in ((0, 0), (0.5, 0), (0, 0.3))
-    ]
+    assert ["GRPO", "0.30", "0.5"] in lines
+    assert [*lists[1].split(), "0.55", "0.5"] in lines
+    difference = f"{lists[2]} minus {lists[1]} 2 -0.25 0.0 0.3 0.0"
+    assert difference.split() in lines
+    expected = []
+    for seed in (0, 1):
+        expected += [(seed, 0, 0, 2), (seed, 0.5, 0, 0), (seed, 0, 0.3, 2)]
+    assert [(one.seed, one.eta, one.alpha, one.eval_samples) for one in trained] == expected
+    assert {one.steps for one in trained} == {3}
     assert not [path for path in tmp_path.rglob("*") if path.name in ("final", "checkpoint.pt")]
     stopped = Path(trained[1].output)
     (stopped / "evaluations.jsonl").write_text('{"step": 0}\n{"step": 3, "tab')  # cut by a kill
@@ -174,6 +196,7 @@ def test_compare_trains_and_goes_on(trained, tmp_path, capsys):
 
 
 def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
+    """What a user gets wrong ends in one sentence and exit code 2, and nothing is trained."""
     for program, words, sentence in (
         (compare, ["--seeds", "1", "", ""], "all different"),
         (compare, ["--seeds", "0", "", "--stapo"], "--seeds 1 or more"),
@@ -192,19 +215,52 @@ def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
 # check_model.py -----------------------------------------------------------------------------------
 
 
-def test_check_model_finds_padding_that_the_model_sees(monkeypatch, capsys):
-    assert check_model.main([TINY]) == 0
-    printed = capsys.readouterr().out
-    assert "model type: llama; longest position: 2048\n" in printed
-    assert "tokens that end a response: <|end|>\n" in printed
-    assert "π is right" in printed
+@pytest.fixture
+def model(monkeypatch):
+    """The bundled model, as check_model.py loads it: a test may spoil it."""
     model, tokenizer = lopti.load_model(TINY, "cpu")
-    forward = model.forward
-    monkeypatch.setattr(
-        model,
-        "forward",
-        lambda *ids, **options: forward(*ids, **options | {"attention_mask": None}),
-    )
     monkeypatch.setattr(lopti, "load_model", lambda *_: (model, tokenizer))
+    return model
+
+
+def test_check_model_reads_rows_of_the_length_that_is_asked_for(model, capsys):
+    """A right model is found right; rows are as long as --length and the model's positions allow.
+
+    Where a model has -1 positions, as XLNet, there is no limit.
+    """
+    for positions, length, longest, limit in (
+        (2048, 656, 656, "2048"),
+        (100, 656, 100, "100"),
+        (-1, 130, 130, "no limit is stated"),
+    ):
+        model.config.max_position_embeddings = positions
+        assert check_model.main([TINY, "--length", str(length)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        tokens = int(lines[3].removeprefix("longest row: ").removesuffix(" tokens"))
+        assert longest - 14 < tokens <= longest  # a prompt grows by 14 tokens at a time
+        assert lines[:3] == [
+            "model type: llama",
+            f"positions: {limit}",
+            "tokens that end a response: <|end|>",
+        ]
+        assert lines[-1] == "π is right."
+
+
+def test_check_model_finds_padding_that_the_model_sees(model, capsys):
+    """A model that reads the padding in front of a short prompt is found wrong."""
+    forward = model.forward
+    model.forward = lambda *ids, **options: forward(*ids, **options | {"attention_mask": None})
     assert check_model.main([TINY, "--length", "100"]) == 1
     assert "π is wrong" in capsys.readouterr().out
+
+
+def test_check_model_finds_one_wrong_number(model):
+    """One logit of M·V that differs, by 2e-2, is enough for a wrong model; 5e-3 is rounding."""
+
+    def spoil(model, inputs, output):
+        if output.logits.dim() == 2:  # (M, V): this is not sampling
+            output.logits[-1, 7] += error
+
+    model.register_forward_hook(spoil)
+    for error, code in ((0.02, 1), (0.005, 0)):
+        assert check_model.main([TINY, "--length", "100"]) == code
