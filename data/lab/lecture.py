@@ -10,13 +10,12 @@ LAB = Path(__file__).resolve().parent
 sys.path.insert(0, str(LAB.parents[1]))
 
 import matplotlib.pyplot as plt
-import pandas
 import torch
 from IPython.display import SVG, Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
 from torch.nn.functional import one_hot
 
-from lopti import policy_loss
+from lopti import Settings, policy_loss, reweight_advantages
 
 # Orange is low probability, blue is high probability. Colour-blind readers can tell these apart.
 COLORS = {
@@ -28,6 +27,7 @@ COLORS = {
     "AR, α = 1": "#6A3D9A",
     "Lopti": "#009E73",
     "reversed Lopti": "#8FD1BB",
+    "AR + Lopti": "#009E73",
 }
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
 plt.rcParams |= {
@@ -41,12 +41,15 @@ plt.rcParams |= {
     "legend.frameon": False,
     "figure.dpi": 80,
 }
+BOXES = ["sample", "score", "ar", "split", "pass1", "pass2"]  # of README's picture
+
+# What the cells show ------------------------------------------------------------------------------
 
 
 def roadmap(*boxes):
-    """Shows README's picture with these boxes as they are and the others faint."""
+    """Shows README's picture with these boxes as they are and the others faded."""
     picture = (LAB / "results" / "hero.svg").read_text(encoding="utf-8")
-    for box in ("sample", "score", "ar", "split", "pass1", "pass2"):
+    for box in BOXES:
         if box not in boxes:
             picture = picture.replace(f'<g id="{box}"', f'<g id="{box}" opacity=".2"')
     display(SVG(picture.replace('width="830"', 'width="600"', 1)))
@@ -66,6 +69,26 @@ def source(function, first, last):
     display(Code(textwrap.dedent(text[start:stop]), language="python"))
 
 
+# What the cells compute ---------------------------------------------------------------------------
+
+
+def loss(logprobs, old_logprobs, advantages):
+    """The loss of Eq. 1 with the paper's clip, without the KL, summed over the tokens (N = 1)."""
+    settings = Settings()
+    value, _ = policy_loss(
+        logprobs,
+        old_logprobs,
+        advantages,
+        normalizer=1,
+        ref_logprobs=None,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        clip_dual=settings.clip_dual,
+        kl_coef=0.0,
+    )
+    return value
+
+
 def gradient_norm(logits, ids):
     """The norm of the gradient of each token's log π with respect to the logits.
 
@@ -80,28 +103,64 @@ def gradient_norm(logits, ids):
     return (one_hot(ids, logits.shape[-1]) - probabilities).norm(dim=-1)
 
 
-def token_sheet(tokens, pi, norms, title, width=78):
-    """Draws a response: each token on the colour of its π, under it a bar for its norm."""
+def gain_of_step(pi, signal, squared_norm, alpha):
+    """How far a step of norm 1 goes along the mean gradient, in units of a step of GRPO.
+
+        (Σ s·w / Σ s) / √(Σ v·w² / Σ v),   w = 1 - α + α·π
+
+    pi, signal (s) and squared_norm (v) have an entry for each group of tokens: their π, their share
+    of the mean gradient, their share of the squared norm; (groups,) each → a scalar. The formula
+    supposes that the gradients of different groups are orthogonal on average.
+
+    >>> gain_of_step(torch.tensor([0.9]), torch.ones(1), torch.ones(1), alpha=0.3)  # one π only
+    tensor(1.)
+    """
+    weights = reweight_advantages(torch.ones_like(pi), pi.log(), alpha)
+    along = (signal * weights).sum() / signal.sum()
+    norm = ((squared_norm * weights**2).sum() / squared_norm.sum()).sqrt()
+    return along / norm
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def token_sheet(tokens, pi, norms, title, width=88):
+    """Draws a response: each token on the colour of its π, under it a bar for its norm.
+
+    The bars of a line stand on one baseline; thin lines mark the norms 0, 1 and √2.
+    """
     places = []  # left end, foot, width of each token
     x = 0
-    line = 0
+    foot = 0
     for token in tokens:
         if x + len(token) + 1 > width:
             x = 0
-            line += 1
-        places.append((x, -2.7 * line, len(token) + 0.8))
+            foot -= 3.4
+        places.append((x, foot, len(token) + 0.8))
         x += len(token) + 1
-    figure, axis = plt.subplots(figsize=(13, 0.85 * (line + 1) + 1.5))
+    figure, axis = plt.subplots(figsize=(13, 2.7 - 0.33 * foot))
+    height = 1.2  # of the norm 1
+    below = 1.8  # from the foot of the tokens to the baseline of their bars
+    ticks = {}  # place of a thin line: the norm that it marks
+    for foot in {foot for _, foot, _ in places}:
+        ticks[foot - below] = "0"
+        ticks[foot - below + height] = "1"
+        ticks[foot - below + height * math.sqrt(2)] = "√2"
+    for place in ticks:
+        axis.axhline(place, color="#BBBBBB", linewidth=0.8, zorder=0)
+    axis.set_yticks(list(ticks), list(ticks.values()), fontsize=11)
+    axis.tick_params(left=False, bottom=False, labelbottom=False)
     text_style = {"ha": "center", "va": "center", "family": "monospace", "fontsize": 13}
-    for token, (x, y, size), probability, norm in zip(tokens, places, pi, norms, strict=True):
-        axis.add_patch(plt.Rectangle((x, y), size, 0.85, color=PROBABILITY(probability)))
+    for token, (x, foot, size), probability, norm in zip(tokens, places, pi, norms, strict=True):
+        axis.add_patch(plt.Rectangle((x, foot), size, 0.9, color=PROBABILITY(float(probability))))
         ink = "white" if abs(probability - 0.5) > 0.3 else "black"
-        axis.text(x + size / 2, y + 0.4, token, color=ink, **text_style)
+        axis.text(x + size / 2, foot + 0.43, token, color=ink, **text_style)
         color = COLORS["low" if probability < 0.5 else "high"]
-        axis.add_patch(plt.Rectangle((x + size / 2 - 1, y - 0.1), 2, -norm, color=color))
-    axis.set(xlim=(0, width), ylim=(places[-1][1] - 1.6, 1), title=title)
-    axis.axis("off")
-    label = "π of the token, the colour behind it (bars: orange below .5, blue from .5)"
+        left = x + size / 2 - 1
+        axis.add_patch(plt.Rectangle((left, foot - below), 2, height * norm, color=color))
+    axis.set(xlim=(0, width), ylim=(places[-1][1] - 2, 1.1), title=title, ylabel="gradient norm")
+    axis.spines[:].set_visible(False)
+    label = "π of the token: the colour behind it (bars: orange below .5, blue from .5 on)"
     scale = plt.cm.ScalarMappable(cmap=PROBABILITY)
     figure.colorbar(scale, ax=axis, location="bottom", aspect=60, shrink=0.6, label=label)
 
@@ -111,7 +170,7 @@ def bounds(pi, norms, vocabulary_size):
 
     √(V/(V-1))·(1-π) ≤ ‖∇ log π‖ ≤ √2·(1-π)
     """
-    grid = torch.linspace(0, 1, 100)
+    grid = torch.linspace(0, 1, 101)
     lower = math.sqrt(vocabulary_size / (vocabulary_size - 1)) * (1 - grid)
     upper = math.sqrt(2) * (1 - grid)
     label = "between 1 and √2 times 1 − π"
@@ -120,24 +179,26 @@ def bounds(pi, norms, vocabulary_size):
     axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
     axis.plot([], [], "o", color=COLORS["low"], label="a token, coloured by its π")
     title = "Every gradient norm lies between two bounds, which fall as π rises"
-    axis.set(title=title, xlabel="π of the token", ylabel="‖∇ log π‖ at the logits")
+    axis.set(title=title, xlabel="π of the token", ylabel="gradient norm at the logits")
     axis.legend()
 
 
-def bars(groups, colors, title, ylabel):
-    """Grouped bars. groups: {group: {bar: (value, half of its interval)}}, colors: {bar: color}."""
-    pairs = pandas.DataFrame(groups).T
-    values = pairs.map(lambda pair: pair[0])
-    halves = pairs.map(lambda pair: pair[1])
-    style = {"figsize": (12, 4.6), "width": 0.8, "capsize": 4, "rot": 0}
+def bars(values, halves, colors, title, ylabel):
+    """Grouped bars with intervals: a row of the table `values` is a group, a column is a color.
+
+    `halves` is a table of the same shape, with half of each interval.
+    """
+    labels = values.index.str.replace(", ", ",\n")  # two lines
+    values = values.set_axis(labels)
+    halves = halves.set_axis(labels)
+    style = {"figsize": (12, 4.8), "width": 0.8, "capsize": 4, "rot": 0, "xlabel": ""}
     axis = values.plot.bar(yerr=halves, color=colors, title=title, ylabel=ylabel, **style)
     for drawn in axis.containers[1::2]:  # every other one has the intervals
         labels = [f"{value:.2f}".replace("-", "−") for value in drawn.datavalues]
         axis.bar_label(drawn, labels, fontsize=11, padding=3)
     axis.axhline(0, color="black", linewidth=1)
     axis.margins(y=0.12)
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    return axis
+    axis.legend(loc="upper right")
 
 
 def curves(lines, title, xlabel, ylabel, letters=()):
@@ -154,23 +215,50 @@ def curves(lines, title, xlabel, ylabel, letters=()):
 
 
 def clip_cases(letters):
-    """Draws where `policy_loss` has a gradient; letters: {name: (ratio, Â)} to mark."""
-    ratio = torch.logspace(-0.7, 0.7, 2000)
-    _, axis = plt.subplots(figsize=(12, 3))
+    """Draws where the loss of Eq. 1 has a gradient; letters: {name: (ratio, Â)} to mark."""
+    ratio = torch.logspace(-0.8, 1.3, 4000)
+    _, axis = plt.subplots(figsize=(12, 3.2))
     for place, advantage in enumerate((-1.0, 1.0)):
         logprobs = ratio.log().requires_grad_()
-        advantages = torch.full((2000,), advantage)
-        loss, _ = policy_loss(logprobs, torch.zeros(2000), advantages, normalizer=1)
-        (slope,) = torch.autograd.grad(loss, logprobs)
+        value = loss(logprobs, torch.zeros(4000), torch.full((4000,), advantage))
+        (slope,) = torch.autograd.grad(value, logprobs)
         axis.fill_between(ratio, place - 0.3, place + 0.3, color="#DDDDDD")
-        dark = {"where": slope != 0, "color": COLORS["GRPO"]}
+        dark = {"where": slope != 0, "color": "#777777"}
         axis.fill_between(ratio, place - 0.3, place + 0.3, **dark)
+    style = {"ha": "center", "va": "center", "weight": "bold"}
     for name, (at, advantage) in letters.items():
-        color = "white" if 0.8 < at < 1.24 else "black"
-        style = {"ha": "center", "va": "center", "color": color, "weight": "bold"}
-        axis.text(at, float(advantage > 0), name, **style)
-    title = "Dark: the token has a gradient. Light: only that of the KL"
-    axis.set(xscale="log", xlabel="ratio r = π_θ / π_old", title=title)
-    axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2], [".3", ".80", "1", "1.24", "2.2"])
+        paper = {"boxstyle": "circle", "facecolor": "white"}
+        axis.text(at, float(advantage > 0), name, bbox=paper, **style)
+    title = "A clipped token (light) has no policy gradient: only the KL term acts"
+    xlabel = "ratio r = π_θ / π_old (1: the probability has not changed)"
+    axis.set(xscale="log", xlabel=xlabel, title=title)
+    axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2, 10], [".3", ".80", "1", "1.24", "2.2", "10"])
     axis.set_xticks([], minor=True)
-    axis.set_yticks([0, 1], ["Â < 0: π is to fall", "Â > 0: π is to rise"])
+    axis.set_yticks([0, 1], ["Â < 0: lower π", "Â > 0: raise π"])
+
+
+def changes(tokens, pi, ratios, title):
+    """Draws how updates have changed the π of some tokens, a row for each.
+
+    `pi` are their probabilities before, `ratios` {update: π after / π before}, (M,) each.
+    """
+    table = torch.stack(list(ratios.values()), 1)  # (M, updates)
+    _, axis = plt.subplots(figsize=(11, 0.37 * len(tokens) + 1.6))
+    image = axis.imshow(table.log2().numpy(), cmap="PRGn", vmin=-1, vmax=1, aspect="auto")
+    for row in range(len(tokens)):
+        for column in range(len(ratios)):
+            value = table[row, column]
+            ink = "white" if abs(value.log2()) > 0.6 else "black"
+            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink)
+    axis.set_xticks(range(len(ratios)), list(ratios))
+    labels = []
+    for token, probability in zip(tokens, pi, strict=True):
+        labels.append(f"{token}  π = {probability:.2f}")
+    axis.set_yticks(range(len(tokens)), labels, family="monospace", fontsize=13)
+    for label, probability in zip(axis.get_yticklabels(), pi, strict=True):
+        label.set_color(COLORS["low" if probability < 0.5 else "high"])
+    axis.set_title(title, x=0, ha="left")
+    axis.tick_params(length=0)
+    label = "π after / π before (1: unchanged)"
+    scale = plt.gcf().colorbar(image, ax=axis, label=label, ticks=[-1, -0.5, 0, 0.5, 1])
+    scale.ax.set_yticklabels(["0.5", "0.7", "1", "1.4", "2"])

@@ -2,10 +2,12 @@
 
 import doctest
 import json
+import math
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 LAB = Path(__file__).resolve().parent
 ROOT = LAB.parents[1]
@@ -37,15 +39,19 @@ def run(text, **names):
 
 
 @pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
-def test_the_notebook_runs():
-    """Without an error or a warning, and with as many pictures as are committed."""
+def test_the_notebook_runs(monkeypatch):
+    """Without an error or a warning, and with as many pictures as are committed.
+
+    It draws them itself: a MPLBACKEND of the environment, such as agg, would draw none.
+    """
+    monkeypatch.setenv("MPLBACKEND", "agg")
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")
     book = nbformat.read(ROOT / "notebook.ipynb", as_version=4)
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     for text in map(json.dumps, (book, NOTEBOOK)):
-        assert text.count('"image/png"') == 8
+        assert text.count('"image/png"') == 10
         assert '"stderr"' not in text
 
 
@@ -76,7 +82,7 @@ def test_the_exercises_with_numbers():
     text = cell_that_begins("a_fifth = ")
     solved = text.replace("0.50", "1 / 3", 1).replace("0.10", "0.5", 1).replace("0.70", "0.64", 1)
     start = torch.tensor([0.80, 0.15, 0.05]).log()
-    names = {"lopti": lopti, "torch": torch, "start": start}
+    names = {"lecture": lecture, "lopti": lopti, "torch": torch, "start": start}
     names["grid"] = torch.linspace(0.001, 1, 400)
     for cell, right in ((text, False), (solved, True)):
         done = run(cell, **names)["done"]
@@ -103,9 +109,110 @@ def test_the_gradient_norm_is_that_of_autograd():
     assert doctest.testmod(lecture).failed == 0
 
 
+def test_the_loss_of_the_lecture_is_that_of_the_paper():
+    """r = 1.1: r·Â. r = 1.5, Â > 0: 1.24·Â. r = .5, Â < 0: .8·Â. r = 20, Â < 0: 10·Â."""
+    ratio = torch.tensor([1.1, 1.5, 0.5, 20.0])
+    advantages = torch.tensor([2.0, 2.0, -1.0, -1.0])
+    loss = lecture.loss(ratio.log(), torch.zeros(4), advantages)
+    assert float(loss) == pytest.approx(-(2.2 + 2.48 - 0.8 - 10), abs=1e-5)
+
+
+def random_groups():
+    """π, signal and squared norm of 30 groups of tokens; some signals are negative, not the sum."""
+    generator = torch.Generator().manual_seed(0)
+    pi = torch.rand(30, generator=generator, dtype=torch.float64)
+    signal = torch.rand(30, generator=generator, dtype=torch.float64) - 0.2
+    return pi, signal, torch.rand(30, generator=generator, dtype=torch.float64)
+
+
+def test_the_gain_is_that_of_vectors():
+    """Each token has two axes of its own, one for its mean gradient and one for its noise."""
+    pi, _, squared_norm = random_groups()
+    mean = torch.diag(squared_norm.sqrt() * pi)  # (tokens, axes)
+    noise = torch.diag((squared_norm - mean.diagonal() ** 2).sqrt())
+    tokens = torch.cat([mean, noise], 1)
+    mean_gradient = torch.cat([mean, 0 * noise], 1).sum(0)
+
+    def along(alpha):
+        step = ((1 - alpha + alpha * pi)[:, None] * tokens).sum(0)
+        return mean_gradient @ step / step.norm()
+
+    for alpha in (0.1, 0.3, 1.0):
+        gain = lecture.gain_of_step(pi, tokens @ mean_gradient, squared_norm, alpha)
+        assert float(gain) == pytest.approx(float(along(alpha) / along(0.0)), rel=1e-12)
+
+
+def test_the_rule_for_ar():
+    """The derivative of the log of the gain at α = 0 is E_s[π] - E_v[π]."""
+    pi, signal, squared_norm = random_groups()
+    h = 1e-5
+    above, below = (lecture.gain_of_step(pi, signal, squared_norm, alpha) for alpha in (h, -h))
+    difference = (signal * pi).sum() / signal.sum() - (squared_norm * pi).sum() / squared_norm.sum()
+    assert abs(difference) > 0.01
+    assert float((above / below).log() / (2 * h)) == pytest.approx(float(difference), abs=1e-8)
+
+
+@pytest.mark.parametrize("clear", [["sample"], ["score", "ar"], ["split", "pass1", "pass2"]])
+def test_the_roadmap_fades_all_other_boxes(clear, monkeypatch):
+    shown = []
+    monkeypatch.setattr(lecture, "display", shown.append)
+    lecture.roadmap(*clear)
+    opacity = {}
+    for group in ElementTree.fromstring(shown[0].data).iter("{http://www.w3.org/2000/svg}g"):
+        if "id" in group.attrib:
+            opacity[group.get("id")] = group.get("opacity", "1")
+    boxes = ["sample", "score", "ar", "split", "pass1", "pass2"]
+    assert opacity == {box: "1" if box in clear else ".2" for box in boxes}
+
+
+def test_the_picture_of_the_bounds():
+    """With V = 3: at π = .5 from √1.5·.5 to √2·.5, and every norm lies between the bounds."""
+    logits = 3 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(200) % 3
+    pi = logits.softmax(1).gather(1, ids[:, None])[:, 0]
+    norms = lecture.gradient_norm(logits, ids)
+    lecture.bounds(pi, norms, vocabulary_size=3)
+    area, points = lecture.plt.gca().collections
+    x, y = torch.tensor(area.get_paths()[0].vertices).T
+    at_half = y[(x - 0.5).abs() < 1e-6]
+    assert float(at_half.min()) == pytest.approx(math.sqrt(1.5) * 0.5)
+    assert float(at_half.max()) == pytest.approx(math.sqrt(2) * 0.5)
+    assert area.get_paths()[0].contains_points(points.get_offsets(), radius=1e-3).all()
+    lecture.plt.close("all")
+
+
 def test_the_picture_of_the_clip():
+    """Dark: from .8 to 10 where Â < 0 (dual clip), up to 1.24 where Â > 0."""
     lecture.clip_cases({"B": (2.22, 1)})
     _, falls, _, rises = lecture.plt.gca().collections
-    assert falls.get_paths()[0].vertices[:, 0].min() == pytest.approx(0.8, abs=0.01)
+    falls = falls.get_paths()[0].vertices[:, 0]
+    assert falls.min() == pytest.approx(0.8, abs=0.01)
+    assert falls.max() == pytest.approx(10, abs=0.05)
     assert rises.get_paths()[0].vertices[:, 0].max() == pytest.approx(1.24, abs=0.01)
+    lecture.plt.close("all")
+
+
+def test_the_picture_of_a_response():
+    """The bars of a line stand on one baseline and are as high as their norms."""
+    norms = torch.tensor([1.0, 0.5, 0.25])
+    lecture.token_sheet(["a", "b", "c"], torch.tensor([0.1, 0.5, 0.9]), norms, "title", width=5)
+    bars = lecture.plt.gcf().axes[0].patches[1::2]  # every other one is behind a token
+    heights = torch.tensor([bar.get_height() for bar in bars])
+    torch.testing.assert_close(heights / heights[0], norms)
+    feet = [bar.get_y() for bar in bars]
+    assert feet[0] == feet[1] > feet[2]  # two tokens fit into a line of 5 letters
+    axis = lecture.plt.gcf().axes[0]
+    marks = {
+        label.get_text(): place for place, label in zip(axis.get_yticks(), axis.get_yticklabels())
+    }
+    assert marks["0"] in feet
+    lecture.plt.close("all")
+
+
+def test_the_picture_of_changes():
+    ratios = {"GRPO": torch.tensor([0.5, 1.0]), "AR": torch.tensor([2.0, 1.5])}
+    lecture.changes(["a", "b"], torch.tensor([0.1, 0.9]), ratios, "title")
+    axis = lecture.plt.gcf().axes[0]
+    assert axis.images[0].get_array()[0].tolist() == [-1.0, 1.0]  # log₂ of the ratios
+    assert [text.get_text() for text in axis.texts] == ["0.50", "2.00", "1.00", "1.50"]
     lecture.plt.close("all")
