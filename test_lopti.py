@@ -3,9 +3,9 @@
     python -m pytest -q                  # the quick tests
     LOPTI_ALL=1 python -m pytest -q      # all
 
-The equations are held to numbers worked out by hand, in the examples of docstrings, and to
-golden.json of data/ports; a training step to the second implementation, golden.py there, which goes
-from token to token and knows nothing of lopti.py.
+The equations are compared with numbers that were worked out by hand, in the examples of docstrings,
+and with golden.json of data/ports. A training step is compared with the second implementation,
+golden.py there, which computes one token at a time and uses nothing of lopti.py.
 """
 
 import copy
@@ -55,7 +55,7 @@ def settings_of(flags=""):
 
 
 def exit_code(flags):
-    """That of the program, also where argparse ends it."""
+    """Runs the program, and returns its exit code, also where argparse ends it."""
     try:
         return lopti.main(flags.split())
     except SystemExit as stop:
@@ -63,14 +63,14 @@ def exit_code(flags):
 
 
 def watch(monkeypatch, place, name):
-    """From now on the calls of a function are recorded."""
+    """Records the calls of a function from now on."""
     mock = Mock(wraps=getattr(place, name))
     monkeypatch.setattr(place, name, mock)
     return mock
 
 
 def random_model(family="Llama", ends=(1,), **changes):
-    """A small model over the bundled vocabulary; large random weights: π is far from uniform."""
+    """A small model for the bundled vocabulary. Its random weights are large: π is not uniform."""
     config = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "intermediate_size": 64}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     config |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None, **changes}
@@ -97,13 +97,13 @@ def other_template():
 
 
 def packed(prompts, responses):
-    """A Rollout of these ids."""
+    """A Rollout of these token ids."""
     ids, mask, lengths = lopti.pack(prompts, responses)
     return lopti.Rollout(ids, mask, lengths, lengths == 0, [])
 
 
 def random_rollout(model, settings):
-    """12 rows of random lengths, with all that the update needs."""
+    """A Rollout of 12 rows of random lengths, with all that the update needs."""
     rng = random.Random(1)
     prompts = [rng.choices(range(5, 308), k=rng.randint(2, 7)) for _ in range(12)]
     responses = [rng.choices(range(5, 308), k=rng.randint(1, 9)) for _ in range(12)]
@@ -148,7 +148,10 @@ EXAMPLES = [example_of(*prompt) for prompt in SOLUTIONS.items()]
 
 
 def vowels(completions, solution, **columns):
-    """1e8 + 0, 1 or 2, for any response; float32 has steps of 8 there. It depends on the prompt."""
+    """A reward of one's own: 1e8 + 0, 1 or 2, by the vowels of the response and by the solution.
+
+    float32 has steps of 8 at 1e8. So only float64 tells these rewards apart.
+    """
     values = []
     for text, truth in zip(completions, solution):
         count = sum(text.count(letter) for letter in "aeiou") + len(truth)
@@ -157,7 +160,7 @@ def vowels(completions, solution, **columns):
 
 
 def plain_rows(rollout):
-    """Prompt and response of each row, without padding."""
+    """The prompt and the response of each row, as ids without padding."""
     rows = []
     for ids, mask in zip(rollout.ids, rollout.response_mask):
         start = mask.tolist().index(True)
@@ -171,7 +174,7 @@ def plain_reward(row):
 
 
 def plain_logprobs(model, row, settings):
-    """log π of each token of one response, −∞ outside V_safe, and entropies: two of (T,)."""
+    """log π of each token of one response, −∞ outside V_safe, and the entropies: two of (T,)."""
     logits = model(torch.cat([row.prompt, row.response])[None]).logits[0]
     logits = logits[len(row.prompt) - 1 : -1] / settings.temperature  # (T, V)
     pi = logits.softmax(-1)
@@ -196,7 +199,10 @@ TRAINING = {  # flags: the tokens of each pass
 
 @pytest.mark.parametrize("flags", TRAINING)
 def test_training_step_against_a_plain_second_implementation(flags):
-    """Two steps on the same sampled ids: the Rollout, what is measured, and the weights."""
+    """Two training steps compute what golden.py computes from the same responses, token by token.
+
+    Compared are rewards, log π and entropies, what every optimizer step reports, and the weights.
+    """
     settings = settings_of(OFF_DEFAULT + flags)
     policy = random_model(ends=ENDS, hidden_size=16, attention_dropout=0.5).double()
     policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
@@ -210,14 +216,17 @@ def test_training_step_against_a_plain_second_implementation(flags):
         rollout, updates = lopti.training_step(
             policy, reference, optimizer, TOKENIZER, EXAMPLES, settings
         )
+        # 1. G responses to each prompt: those that were sampled.
         rows = plain_rows(rollout)
+        case = vars(settings) | {"responses": [row.response.tolist() for row in rows]}
+        # 2. R, the reward of each response.
+        case["rewards"] = [plain_reward(row) for row in rows]
+        assert rollout.rewards.tolist() == case["rewards"]
 
+        # 3. log π_old and log π_ref of each token.
         def logprobs(i, rows=rows):
             return plain_logprobs(plain, rows[i], settings)[0]
 
-        case = vars(settings) | {"responses": [row.response.tolist() for row in rows]}
-        case["rewards"] = [plain_reward(row) for row in rows]
-        assert rollout.rewards.tolist() == case["rewards"]
         old = golden.by_token([logprobs(i).tolist() for i in range(len(rows))])
         refs = [plain_logprobs(reference, row, settings)[0].tolist() for row in rows]
         ref = golden.by_token(refs)
@@ -226,12 +235,15 @@ def test_training_step_against_a_plain_second_implementation(flags):
         assert not rollout.old_logprobs[~mask].any()
         assert close(rollout.old_logprobs[mask], list(old.values()), 1e-3)
         assert close(rollout.entropies[mask], joined(entropies), 1e-3)
+        # 4. Â, Eq. 1, or of REINFORCE++.
         advantages = golden.group_advantages(case)
         if settings.advantage == "reinforce++":
             of_tokens = [case["rewards"][i] for i, _ in old]
             scale = stdev(of_tokens) + 1e-6
             advantages = [(reward - mean(of_tokens)) / scale for reward in case["rewards"]]
+        # 5. Advantage Reweighting, Eq. 4. 6. Lopti: the low-probability tokens.
         advantages, low = golden.reweight_and_split(case, old, advantages)
+        # 7. The passes: each makes some optimizer steps on the loss of Eq. 1.
         steps = golden.solve_steps(
             case, plain_optimizer, logprobs, old, ref, advantages, low, TRAINING[flags].split()
         )
@@ -258,7 +270,10 @@ def sample(model, flags="", tokenizer=TOKENIZER, prompts=PROMPTS, group_size=1, 
 
 @pytest.mark.parametrize("temperature, min_p", [(1.0, 0.0), (0.7, 0.0), (0.8, 0.3)])
 def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, tmp_path):
-    """First tokens of 4,000 samples against π (chi-squared), whatever the model's own top_k."""
+    """Tokens are drawn from the π that the update uses, whatever the model's own options say.
+
+    The first tokens of 4,000 samples are compared with π by a chi-squared test.
+    """
     save_both(random_model(), TOKENIZER, tmp_path)
     own = {"eos_token_id": 1, "do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.1}
     own |= {"repetition_penalty": 1.8, "min_p": 0.5, "suppress_tokens": list(range(20, 60))}
@@ -283,8 +298,12 @@ def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, t
 @pytest.mark.parametrize("family", ["Llama", "Qwen2"])
 @pytest.mark.parametrize("ends", [[1], ENDS])
 def test_greedy_responses_are_those_of_generate(family, ends, monkeypatch):
-    """Left padding, stretches of 32 tokens and rows that have ended change no token; nor does a
-    padding token that was itself sampled."""
+    """Every response is the one that `model.generate` gives to its prompt alone.
+
+    Left padding, stretches of 32 tokens and rows that have ended change no token, nor does a
+    padding token that was itself sampled. The tokenizer's own first token is not added: a prompt
+    has it already.
+    """
     model = random_model(family, ends)
     options = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
     options.eos_token_id = ends
@@ -294,6 +313,8 @@ def test_greedy_responses_are_those_of_generate(family, ends, monkeypatch):
         alone.append(model.generate(ids, generation_config=options)[0].tolist())
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token_id = alone[0][-33]
+    first = TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", 1)])
+    tokenizer._tokenizer.post_processor = first
     calls = watch(monkeypatch, lopti, "generate").call_args_list
     rollout = sample(model, "--max-new-tokens 40 --sample-batch-size 5", tokenizer, group_size=4)
     assert [len(call.args[1]) for call in calls] == [5, 5, 2]
@@ -305,7 +326,10 @@ def test_greedy_responses_are_those_of_generate(family, ends, monkeypatch):
 
 
 def test_which_tokens_end_a_response():
-    """The tokenizer's, the model's, and what the template writes directly after a response."""
+    """A response ends with the tokenizer's or the model's end token, or with that of the template.
+
+    The template's is what it writes directly after a response. Ordinary words end no response.
+    """
     model = random_model(ends=[3, 40])  # 40 is a word: Llama's default is 2
     assert lopti.end_token_ids(model, TOKENIZER) == [1, 3]
     tokenizer = other_template()
@@ -321,8 +345,12 @@ def test_which_tokens_end_a_response():
 
 
 def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monkeypatch):
-    """Those of tokenizer, model and template; with final/, too. What has ended leaves the batch. A
-    text is what was sampled, without the tokenizer's clean-up of spaces."""
+    """A response stops at the first end token, of whichever kind, and keeps it in its ids.
+
+    This also holds for a trained model that is loaded from final/. A response that has ended leaves
+    the batch. Its text is what was sampled, without the end token and without the tokenizer's
+    clean-up of spaces.
+    """
     tokenizer = other_template()
     tokenizer.clean_up_tokenization_spaces = True
     base = save_both(random_model(ends=[3]), tokenizer, tmp_path / "base")
@@ -349,7 +377,7 @@ def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monk
 
 
 def test_bfloat16_is_for_forward_passes():
-    """Logits, which the temperature divides, weights and gradients stay float32."""
+    """With --dtype bfloat16 layers compute in bfloat16, and logits and weights stay float32."""
     policy = random_model("Qwen2", tie_word_embeddings=True)
     settings = settings_of(OFF_DEFAULT + "--dtype bfloat16 --stapo")
     optimizer = adamw(policy, settings)
@@ -372,7 +400,11 @@ def test_bfloat16_is_for_forward_passes():
 
 @pytest.mark.parametrize("reward", [0.1, -3.0, 1e-8, 1e6 + 0.1])
 def test_equal_rewards_get_exactly_zero_and_nearly_equal_ones_do_not(reward):
-    """Seven times 0.1 has a mean that is not 0.1 in floating point: Adam would take whole steps."""
+    """A group of equal rewards is not learned from, in spite of rounding errors.
+
+    The mean of seven times 0.1 is not 0.1 in floating point, and Adam would turn the tiny
+    advantages into whole steps. Rewards that differ by 1e-5 are not equal.
+    """
     values = torch.full((7,), reward, dtype=torch.float64)
     for is_unequal in (False, True):
         values[0] += is_unequal * 1e-5 * (1 + abs(reward))
@@ -388,7 +420,7 @@ def tensors(case, *names):
 
 @pytest.mark.parametrize("case", GOLDEN["cases"])
 def test_golden_cases(case):
-    """Advantages, split, loss and gradient of all tokens and of both passes, to 1e-9."""
+    """Advantages, split, loss and gradient of every kind of pass equal golden.json to 1e-9."""
     old, new, ref = tensors(case, "old_logprobs", "new_logprobs", "ref_logprobs")
     mask = torch.arange(old.shape[1]) < torch.tensor(case["lengths"])[:, None]
     advantages = lopti.group_advantages(*tensors(case, "rewards"), case["group_size"])
@@ -413,7 +445,7 @@ def test_golden_cases(case):
 
 
 def updated(flags="", model=None):
-    """A model after one pass over a fixed rollout, and what `update` returns."""
+    """Makes one pass over a fixed rollout. Returns the model, and what `update` returns."""
     settings = settings_of(flags)
     model = model or random_model()
     rollout = random_rollout(model, settings)
@@ -423,7 +455,10 @@ def updated(flags="", model=None):
 
 @pytest.mark.parametrize("factor, steps", [(0, 2), (1e-9, 3), (math.nan, 2), (math.inf, 2)])
 def test_which_gradients_make_a_step(factor, steps):
-    """A small one does; 0 does not, nor one that is not finite, and it spoils no later one."""
+    """No optimizer step is made where the gradient is 0, NaN or infinite, however small others are.
+
+    The next mini-batches are not affected.
+    """
     model = random_model()
     settings = settings_of("--mini-batch-size 4 --kl-coef 0")
     rollout = random_rollout(model, settings)
@@ -436,7 +471,11 @@ def test_which_gradients_make_a_step(factor, steps):
 
 
 def test_the_memory_of_an_update():
-    """Rows are read alone, without cache, to logits of M tokens; backward follows each forward."""
+    """An update holds the activations of one micro-batch at a time, and M logits of it.
+
+    With --tokens-per-microbatch 1 each row is a micro-batch: it is read without a cache, gives
+    logits for its response only, and its backward pass comes before the next row.
+    """
     model = random_model()
     seen = []
 
@@ -464,7 +503,7 @@ KEPT = {  # of seven tokens with Â = 1, and of one with Â = -1
 
 @pytest.mark.parametrize("flags", KEPT)
 def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
-    """By the policy of the moment; six tokens are padding."""
+    """STAPO and 80/20 keep the tokens that a hand picks by their rules, and never padding."""
     mask = torch.tensor([[True] * 7, [True] + [False] * 6])
     pi = torch.tensor([[0.0019] * 4 + [0.0021] * 3, [0.0019] + [1.0] * 6])
     entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.5, 0.5, 0.5], [0.1] + [9.0] * 6])
@@ -479,7 +518,10 @@ def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
 
 @pytest.mark.parametrize("share, loss", [(0.5, -1), (0.001, 0)])
 def test_80_20_divides_by_what_it_keeps(share, loss):
-    """With Â = 1 the loss is -N/N; where no token is kept N is 1, not 0."""
+    """80/20 divides the loss by the number of tokens that it keeps, and by 1 if it keeps none.
+
+    With Â = 1 the loss is -N/N, or 0.
+    """
     _, (result,) = updated(f"--kl-coef 0 --top-entropy {share}")
     assert result["policy_loss"] == pytest.approx(loss)
     assert result["updated_share"] == pytest.approx(share, abs=0.02)
@@ -499,7 +541,7 @@ DEFAULTS = (
 
 
 def test_every_default():
-    """Another value is another method, or a run without checkpoints."""
+    """Every default is what it was: another value would be another method or another run."""
     assert settings_of() == lopti.Settings() == settings_of(DEFAULTS)
     others = {"stapo": False, "gradient_checkpointing": False, "resume": ""}
     named = {name.replace("-", "_") for name in re.findall("--([a-z-]+)", DEFAULTS)}
@@ -510,9 +552,19 @@ def test_every_default():
     lopti.Settings(alpha=1, eta=1, top_entropy=1, kl_coef=0, steps=0, seed=2**32 - 1)  # limits
 
 
+def test_the_lowest_reward_of_a_right_response():
+    """A reward of one's own needs --solved-reward, and 0 is a value like any other."""
+    with pytest.raises(lopti.UserError, match="--reward needs --solved-reward"):
+        settings_of("--reward rewards:math_reward")
+    assert settings_of("--reward rewards:math_reward --solved-reward 0").solved_reward == 0
+
+
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    """Of a run of five steps of AR + Lopti with a small model and 20 rows."""
+    """The flags of a run: five steps of AR + Lopti with a small model and 20 rows.
+
+    No setting that reaches a library or another file has that one's own default.
+    """
     model = random_model()
     model.lm_head.weight.data.mul_(8)  # some tokens on each side of η
     folder = save_both(model, TOKENIZER, tmp_path_factory.mktemp("model"))
@@ -521,8 +573,8 @@ def flags(tmp_path_factory):
     return (
         f"--model {folder} --data {folder}/rows.jsonl --device cpu --reward {__name__}:vowels "
         "--solved-reward 100000001 --steps 5 --save-every 2 --eval-every 2 --eval-samples 1 "
-        "--alpha 0.3 --eta 0.5 --prompts-per-step 2 --group-size 4 --mini-batch-size 4 "
-        "--max-new-tokens 12 --learning-rate 1e-3 "
+        "--alpha 0.3 --eta 0.5 --prompts-per-step 3 --group-size 3 --mini-batch-size 5 "
+        "--max-new-tokens 12 --learning-rate 2e-3 --weight-decay 0.1 --seed 3 "
     )
 
 
@@ -534,7 +586,7 @@ def finished_run(flags, tmp_path_factory):
 
 
 def assert_same_run(folder, other):
-    """The same metrics, samples, evaluations and weights, to the last bit."""
+    """Both have the same metrics, samples, evaluations and weights, to the last bit."""
     lines = [lopti.read_lines(each / "metrics.jsonl") for each in (folder, other)]
     for mine, its in zip(*lines, strict=True):
         assert mine | {"seconds": 0} == its | {"seconds": 0}
@@ -543,7 +595,10 @@ def assert_same_run(folder, other):
 
 
 def test_what_a_run_leaves_behind(finished_run, flags):
-    """An evaluation every two steps, and at the end of five; samples of two prompts of a step."""
+    """A run leaves its settings, metrics, samples, evaluations, a checkpoint and its weights.
+
+    It evaluates before the first step, every two steps, and after the last one.
+    """
     lines = ["evaluations.jsonl", "metrics.jsonl", "samples.jsonl"]
     names = sorted(path.name for path in finished_run.iterdir())
     assert names == ["checkpoint.pt", "config.json", *lines[:1], "final", *lines[1:]]
@@ -558,23 +613,34 @@ def test_what_a_run_leaves_behind(finished_run, flags):
 
 
 def test_train_is_training_step_in_a_loop(finished_run, flags):
-    """With AdamW and a reference of its own; evaluations leave the random state alone."""
+    """A run is what a reader would write with `training_step`: a model, AdamW, and a loop.
+
+    The samples on file are the first responses to the first two prompts of each step. Evaluations
+    do not change the random state.
+    """
     settings = settings_of(flags)
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
     reference, _ = lopti.load_model(settings.model, "cpu")
-    optimizer = torch.optim.AdamW(policy.parameters(), 1e-3, (0.9, 0.999), 1e-8, 0.01, fused=True)
+    optimizer = torch.optim.AdamW(policy.parameters(), 2e-3, (0.9, 0.999), 1e-8, 0.1, fused=True)
     examples, _ = rewards.load_data(settings, tokenizer)
-    torch.manual_seed(settings.seed)
-    batches = rewards.prompt_stream(examples, 2, settings.seed)
-    for batch in itertools.islice(batches, 5):
-        lopti.training_step(policy, reference, optimizer, tokenizer, batch, settings)
+    torch.manual_seed(3)
+    samples = []
+    for step, batch in enumerate(itertools.islice(rewards.prompt_stream(examples, 3, 3), 5), 1):
+        rollout, _ = lopti.training_step(policy, reference, optimizer, tokenizer, batch, settings)
+        for prompt, row in ((batch[0].prompt, 0), (batch[1].prompt, 3)):
+            line = {"step": step, "prompt": prompt, "response": rollout.texts[row]}
+            samples.append(line | {"reward": rollout.rewards[row].item()})
+    assert lopti.read_lines(finished_run / "samples.jsonl") == samples
     trained, _ = lopti.load_model(finished_run / "final", "cpu")
     assert torch.equal(weights(trained), weights(policy))
 
 
 def test_settings_of_zero(flags, tmp_path, monkeypatch):
-    """--steps 0 evaluates all prompts at a time, greedily only, in a folder with the name of the
-    task. β = 0 needs no reference. Training has the seed, evaluations the next one."""
+    """A setting of 0 switches off what its line in --help says.
+
+    --steps 0 only evaluates, here all prompts at a time and greedily. With β = 0 there is no
+    reference. The seed of the training is --seed, and that of evaluations is the next number.
+    """
     monkeypatch.chdir(tmp_path)
     calls = watch(monkeypatch, lopti, "generate").call_args_list
     zeros = "--steps 0 --eval-size 0 --eval-samples 0 --sample-batch-size 0"
@@ -599,7 +665,11 @@ def test_settings_of_zero(flags, tmp_path, monkeypatch):
 
 
 def test_the_accuracy_table_by_hand(monkeypatch):
-    """'7' when greedy, and in every second sample of the first prompts; of the last, never."""
+    """An evaluation's accuracies and intervals are those that a hand counts, by difficulty.
+
+    The greedy responses are all '7'. So is every second sample, but none of the last prompt's.
+    Evaluations sample at temperature 1 from the whole vocabulary, and leave the random state alone.
+    """
     levels = ["10", "10", "10", "2", "2"]
     examples = [example_of("?", solution, level) for solution, level in zip("77877", levels)]
     calls = []
@@ -634,9 +704,10 @@ def test_the_accuracy_table_by_hand(monkeypatch):
 
 
 def test_what_a_run_reports_at_its_end(tmp_path, capsys):
-    """The table before and after, and the shortest prompt that became right."""
+    """A run prints its first and its last evaluation, and the shortest prompt that became right."""
     prompts = ("long, became right", "became right", "was right", "")
-    for step, share, values in ((0, 0.25, (-3, 0, 3, 0)), (9, 0.75, (3, 3, 3, 0))):
+    evaluations = ((0, 0.25, (-3, 0, 3, 0)), (5, 0.5, (0, 0, 0, 3)), (9, 0.75, (3, 3, 3, 0)))
+    for step, share, values in evaluations:
         greedy = [{"response": f"<think></think> {step}", "reward": value} for value in values]
         line = {"step": step, "table": {"greedy": {"2": (share, 0.1, 0.9)}}, "greedy": greedy}
         lopti.add_line(tmp_path / "evaluations.jsonl", line)
@@ -651,14 +722,21 @@ def test_what_a_run_reports_at_its_end(tmp_path, capsys):
 
 
 def test_micro_batches_count_padding():
-    """Rows × longest: 2 + 2 + 4 are 12, and 4 + 5 are 10. Sorted by length; a long row alone."""
+    """A micro-batch has at most so many tokens, its padding included, or it is one row.
+
+    Rows of 2, 2 and 4 tokens make 3 · 4 = 12, and rows of 4 and 5 make 10.
+    """
     lengths = torch.tensor([9, 2, 5, 30, 2, 4])
     assert lopti.micro_batches(lengths, 12) == [[1, 4, 5], [2], [0], [3]]
     assert lopti.micro_batches(lengths, 9) == [[1, 4], [5], [2], [0], [3]]
 
 
 def test_step_metrics_by_hand():
-    """Two groups of two; Lopti's two passes are added, mini-batches and --passes averaged."""
+    """Each value of metrics.jsonl is what a hand computes, and GUIDE explains each.
+
+    There are two groups of two. Mini-batches and --passes are averaged, and Lopti's two passes are
+    added.
+    """
     rollout = packed([[5]] * 4, [[6, 7], [8], [9, 9, 9], [6, 6]])
     rollout.truncated = torch.tensor([False, False, True, False])
     rollout.rewards = torch.tensor([3.0, -1.0, 3.0, 3.0])
@@ -692,7 +770,10 @@ def test_step_metrics_by_hand():
 
 @pytest.mark.parametrize("advantage", ["grpo", "reinforce++"])
 def test_steps_that_have_nothing_to_learn_are_reported(advantage, flags, tmp_path, capsys):
-    """No response is a puzzle's answer: all rewards are -3."""
+    """A user is told of a step with equal rewards, and of one that moves no weight.
+
+    Here no response is a puzzle's answer, and all rewards are -3.
+    """
     flags += (
         f"--reward= --mini-batch-size 0 --steps 2 --output {tmp_path}/run --advantage {advantage} "
         "--kl-coef 0 --save-every 0"
@@ -740,7 +821,10 @@ def test_killed_and_resumed_to_the_last_bit(
 
 
 def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path):
-    """config.json says how many there are now."""
+    """A finished run that is resumed with more steps equals a run that had them from the start.
+
+    config.json has the new number of steps.
+    """
     folder = tmp_path / "longer"
     assert exit_code(f"{flags} --output {folder} --steps 2") == 0
     assert exit_code(f"--resume {folder} --steps 5") == 0
@@ -751,8 +835,11 @@ def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path):
 
 
 def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
-    """It has the random state of a (pretended) GPU, which a CPU leaves out; it is read into memory,
-    not into a second place beside the weights; and it stays until the next is complete."""
+    """A checkpoint has a GPU's random state, and it stays until the next one is complete.
+
+    The GPU is pretended. A run that goes on without one leaves that state out. A checkpoint is read
+    into memory, not into a second place beside the weights.
+    """
     model = random_model()
     optimizer = adamw(model, settings_of())
     gpu = Mock()
@@ -780,8 +867,11 @@ def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
 
 
 def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
-    """float32 weights, none of them frozen, no dropout, a padding token; without cuDNN's attention,
-    which fails with long responses; a note where nobody has tried its type."""
+    """A model has float32 weights, none of them frozen, no dropout, and a padding token.
+
+    cuDNN's attention is off: long responses crashed, we think by it. A user is told if nobody has
+    tried this type of model.
+    """
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token = None
     save_both(random_model("GPT2").bfloat16(), tokenizer, tmp_path)
@@ -792,18 +882,19 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
     assert weights(model).dtype == torch.float32
     assert not model.training
     assert tokenizer.pad_token == TOKENIZER.eos_token
-    message = f"No model of type gpt2 was tried: see what data/lab/check_model.py {tmp_path} finds"
-    assert message in capsys.readouterr().out
+    message = "No model of type gpt2 was tried. First run python data/lab/check_model.py"
+    assert f"{message} {tmp_path}\n" in capsys.readouterr().out
     lopti.load_model("", "cpu")
     assert not capsys.readouterr().out
-    frozen = Mock(return_value=model.requires_grad_(False))
+    model.transformer.h[0].requires_grad_(False)
+    frozen = Mock(return_value=model)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
-    with pytest.raises(lopti.UserError, match="frozen weights"):
+    with pytest.raises(lopti.UserError, match="frozen or quantized weights"):
         lopti.load_model("", "cpu")
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
-    """The same bits by two forward passes of each layer, without dropout."""
+    """Gradient checkpointing gives the same weights to the last bit, and computes layers twice."""
     layer_norm = watch(monkeypatch, torch.nn.functional, "layer_norm")
     plain, results = updated(model=random_model("GPT2"))  # which has dropout
     count = layer_norm.call_count
@@ -815,7 +906,7 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
 
 
 def test_help_has_every_flag(capsys):
-    """And the pages name no other."""
+    """--help explains every flag, and the pages name no other."""
     assert exit_code("--help") == 0
     text = capsys.readouterr().out
     named = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
@@ -830,6 +921,8 @@ REFUSED = {  # flags: what the sentence names
     "--model weights": "cannot load --model weights",  # without a tokenizer
     "--model endless": "has no token that ends a response",
     "--model endless --device nonsense": "on --device nonsense",
+    "--device cuda:99": "on --device cuda:99",  # nobody has so many, and many have none
+    "--output finished": "File exists: 'finished'",
     "--resume finished --steps 4": "has done 5 steps: give --steps 5 or more",
     "--resume finished --learning-rate 1e-3": "only --steps may be given as well",
     "--resume lost --steps 6": "has no checkpoint.pt",
@@ -855,7 +948,7 @@ for words in WRONG.split(", "):
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, monkeypatch):
-    """In one sentence; no file is changed or made."""
+    """A wrong setting, file or name ends in one sentence, and no file is changed or made."""
     monkeypatch.chdir(tmp_path)
     model = random_model()
     model.save_pretrained("weights")
@@ -872,7 +965,7 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network")))
     before = {path: path.read_bytes() for path in Path().rglob("*.*")}
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    assert exit_code(words if "--resume" in words else f"{flags} {words} --output run") == 2
+    assert exit_code(words if "--resume" in words else f"{flags} --output run {words}") == 2
     *usage, sentence = capsys.readouterr().err.splitlines()
     assert REFUSED[words] in sentence
     assert len(usage) < 2  # that of argparse
@@ -880,15 +973,41 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
 
 
 def test_files_of_flags(tmp_path):
-    """Comments, quotes and empty lines; a later flag wins."""
+    """A file of flags may have comments, quotes and empty lines, and a later flag wins."""
     path = tmp_path / "my.flags"
     path.write_text('# mine\n\n--steps 9  # nine\n--data "my data/x.jsonl" --alpha 0.3\n')
     settings = lopti.parse_arguments([f"@{path}", "--alpha", "0.5"])
     assert (settings.steps, settings.data, settings.alpha) == (9, "my data/x.jsonl", 0.5)
 
 
+@pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
+def test_a_small_step_of_kk_flags(tmp_path):
+    """A training step of kk.flags runs to its end, here with a small model of as many layers.
+
+    The flags that are given are those that make it small. The rest is the file's: bfloat16,
+    gradient checkpointing, and two passes with AdamW at a learning rate of 1e-6.
+    """
+    sizes = {"hidden_size": 64, "intermediate_size": 344, "tie_word_embeddings": True}
+    sizes |= {"num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2}
+    model = random_model("Qwen2", **sizes)
+    model.lm_head.weight.data.mul_(8)  # some tokens on each side of η
+    save_both(model, TOKENIZER, tmp_path / "model")
+    code = exit_code(
+        f"@{ROOT}/data/kk.flags --alpha 0.3 --eta 0.5 --model {tmp_path}/model --device cpu "
+        f"--data {ROOT}/data/kk_train.jsonl --eval-data {ROOT}/data/kk_test.jsonl --eval-size 1 "
+        f"--eval-samples 0 --steps 1 --prompts-per-step 2 --max-new-tokens 8 --output {tmp_path}/run "
+        f"--reward {__name__}:vowels --solved-reward 100000001"
+    )
+    assert code == 0
+    (line,) = lopti.read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert line["optimizer_steps"] == 2
+    trained, _ = lopti.load_model(tmp_path / "run" / "final", "cpu")
+    change = (weights(trained) - weights(model)).abs()
+    assert 0 < change.max() < 3e-6  # AdamW moves a weight by up to the learning rate in a step
+
+
 def test_exit_codes(monkeypatch, capsys):
-    """2 after one sentence, 130 after Ctrl-C; a bug shows its traceback."""
+    """The exit code is 2 after one sentence and 130 after Ctrl-C; a bug shows its traceback."""
     train = Mock(side_effect=[lopti.UserError("do this"), OSError("disk"), KeyboardInterrupt])
     monkeypatch.setattr(lopti, "train", train)
     assert [lopti.main([]) for _ in range(3)] == [2, 2, 130]
@@ -900,6 +1019,7 @@ def test_exit_codes(monkeypatch, capsys):
 
 @pytest.mark.parametrize("module", [lopti, rewards])
 def test_examples_in_docstrings(module):
+    """The examples in docstrings, which were worked out by hand, are right."""
     result = doctest.testmod(module)
     assert result.attempted
     assert not result.failed
