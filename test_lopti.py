@@ -1085,7 +1085,10 @@ def test_the_solution_of_a_puzzle():
         "(1) Åsa Öl is a knight (2) 小明 is a knave",
     ):
         assert rewards.read_solution(solution) == rewards.read_answer(solution, roles) == roles
-    for solution in ("(1) Ann is a knight\n(2) Ann is a knave", "So Ann is a knight", "", None):
+    twice = "(1) Ann is a knight\n(2) Ann is a knave"
+    spy = "(1) Ann is a spy\n(2) Omar is a knave"
+    typo = "(1) Ann is an knave (2) Omar is a knave"
+    for solution in (twice, spy, typo, "So Ann is a knight", "", None):
         with pytest.raises(rewards.UserError, match=r"lines like \(1\) Zoey is a knight"):
             rewards.kk_reward(["", ""], [JACK, solution])
 
@@ -1093,17 +1096,32 @@ def test_the_solution_of_a_puzzle():
 # rewards.py: mathematics --------------------------------------------------------------------------
 
 EQUAL = r"""
-11 | 11.0 | 011 | +11 | (11) | 11. | $11$ | \text{11} | {11} | \( 11 \) | \mathrm{11}
+11 | 11.0 | 011 | +11 | (11) | 11. | $11$ | \text{11} | {11} | \( 11 \) | \mathrm{11} | \[ 11 \]
+11 | \mbox{11} | \textbf{11} | \mathbf{11} | **11** | ~11
+\[ k = 86 \] | 86 | k = 86
 3/4 | \frac{3}{4} | .75 | \dfrac 3 4 | \tfrac34 | \left(\frac{3}{4}\right) | \frac3{4}
--\frac73 | \frac{-7}{3} | -7/3 | -2\frac{1}{3} | -2 1/3 | −2\frac13
+-\frac73 | \frac{-7}{3} | -7/3 | -2\frac{1}{3} | -2 1/3 | −2\frac13 | –2\frac13
+\frac{\sqrt{3}}2 | \frac{\sqrt{3}}{2} | \frac{\sqrt3}2
+\frac\pi2 | \frac{\pi}{2} | \frac{\pi}2 | \frac{\pi} 2
 1234567 | 1,234,567 | 1{,}234{,}567 | 1,\! 234,\!567 | \(1,234,567\) | \$1,234,567 | x = 1,234,567
+1234, 1 | 1,234, 1
+25,100,55 | 25, 100, 55 | 100,55,25
 \$5.00 | 5 | \$5 | $\$5$ | 5 dollars
+\$32,\!348 | 32348 | \$32,348 | 32,348
+\$23{,}000 | 23000 | \$23,000
 28\% | 28 | 28% | 28 percent
 90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees
 10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
 5 inches | 5 inch | 5 | x = 5 | \theta = 5 | f(x) = 5
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
-x = 1, y = 2 | y = 2, x = 1
+864 \mbox{ inches}^2 | 864 | 864 inches^2 | 864 \text{ inches}^{2}
+15 | 15\text{ cm}^2 | 15 cm^2
+45\text{ mph} | 45 | 45 mph | 45\text{ mph} | x = 45
+2.5 \mathrm{~m} | 2.5 | 2.5 m | 2.5\text{ m} | \frac52
+8\sqrt3 \text { square feet}. | 8\sqrt{3} | 8\sqrt{3}\text{ square feet}
+x = 1, y = 2 | y = 2, x = 1 | x = 1 \text{ and } y = 2
+x = 2 \text{ or } x = -3 | x=2, x=-3 | 2, -3 | x = -3, 2 | x = 2 \text{ and } x = -3
+(x,y) = (2,3) | (2,3) | (x, y) = (2, 3)
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
 (1,2), (3,0.5) | (3,\frac12), (1,2)
@@ -1111,6 +1129,7 @@ x = 1, y = 2 | y = 2, x = 1
 yes | Yes | \text{Yes}
 x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
 1204_9 | 1204_{9}
+2^\pi | 2^{\pi}
 2 \cdot 10^3 | 2 \times 10^{3} | 2 × 10^3
 x \le 3 \le y | x ≤ 3 \leq y
 y \geq 3 \ge x | y≥3≥x
@@ -1125,19 +1144,29 @@ DIFFERENT = r"""
 1024 | 1024... | 1024..
 0,5 | 0.5
 5.5 | 5 0.5 | 5 .5 | 5 1/2.0
+23 | 2**3
 5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5
 540 | 5\$40 | 5 40 | 5\,40 | 5\text{40}
+25,100,55 | 25100, 55 | 25, 10055
 1200 | 1, 200 | (1,200) | ( 1,200 ) | \left(1,200\right) | 12,00 | 1,20000
 (1,200,3) | (1200,3) | 1200,3
 0.12 | 0.1,200
 \frac{\pi}{3} | \frac{\pi}{3}^\circ
 0.5 | 0.5\% | 50\%
+1 | 1\% | 100\%
 3 hours and 20 minutes | 20, 3 | 3, 20 | 2 hours and 30 minutes
 5\text{ cm}, 3\text{ kg} | 5 kg, 3 cm | 5, 3
 5 | 5 time person book | 5 cm kg | 5\text{ is wrong} | 5 squared | 5 square | 5 xy | 5:00
-5\text{ cm} | 5 km | 5 square cm | 5 cm per hour
+5\text{ cm} | 5 km | 5 square cm | 5 cm per hour | 5 cm^2
+45\text{ mph} | 45 km | 45x | 46 mph | 46
+45 | 45\text{ mph}
+2\mathrm{i} | 2
+12\text{ and }13 | 12 | 13 | 12 13
+2x | 2
 y = 5 | x = 5 | 2y = 5 | y < 5 | y = 7 = 5
 x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
+x=2, x=-3 | y=2, y=-3 | 2 | x=2
+(x,y) = (2,3) | (3,2) | (y,x) = (2,3) | 2, 3
 n = 3k | 3
 (1, 2) | (2, 1) | \{1, 2\} | 1, 2 | [1, 2] | (1, 2] | (1, 2, 2)
 1, 1, 2 | 1, 2, 2 | 1, 2
@@ -1179,9 +1208,20 @@ def test_the_last_box():
 
 def test_math_reward_takes_chats_worked_solutions_and_numbers():
     chat = [{"content": r"\boxed{9}"}, {"content": r"\boxed{4}"}]  # its last message counts
-    responses = [chat, r"\boxed{9}", r"\boxed{4}", "4", None, r"\boxed{}", r"\boxed{9999}" * 99]
-    solutions = ["4", r"So $\boxed{9}$.", 4, "4", "4", "", "9" * 999]
+    responses = [
+        chat,
+        r"\boxed{9}",
+        r"\boxed{4}",
+        "4",
+        None,
+        r"\boxed{}",
+        rf"\boxed{{{'9' * 301}}}",
+    ]
+    solutions = ["4", r"So $\boxed{9}$.", 4, "4", "4", "", "9" * 301]
     assert rewards.math_reward(responses, solutions, level=[1] * 7) == [1, 1, 1, 0, 0, 0, 0]
+    for solution in (None, ["none"], {}):
+        with pytest.raises(rewards.UserError, match="must be a text or a number"):
+            rewards.math_reward([r"\boxed{none}"], [solution])
 
 
 def test_no_answer_raises():
@@ -1229,11 +1269,20 @@ def test_a_reward_of_ones_own_gets_every_column(folder):
     }
 
 
-@pytest.mark.parametrize("returned", [[1], [1, 2, 3], [1, math.nan], [1, math.inf]])
+WRONG_REWARDS = [None, 1, [1], [1, 2, 3], [1, math.nan], [1, math.inf], [1, None], [1, "good"]]
+
+
+@pytest.mark.parametrize("returned", WRONG_REWARDS)
 def test_a_reward_returns_one_finite_number_for_each_response(returned, monkeypatch):
     monkeypatch.setattr(rewards, "load_function", lambda place: lambda **columns: returned)
     with pytest.raises(rewards.UserError, match="a finite number for each response"):
         rewards.compute_rewards(["a", "b"], [example_from()], make_settings(reward="my:own"))
+
+
+@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "no_such_file:f", "rewards:f"])
+def test_a_reward_that_is_not_there(place):
+    with pytest.raises(rewards.UserError, match=f"--reward {place} is no MODULE:FUNCTION"):
+        rewards.load_function(place)
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
@@ -1281,9 +1330,13 @@ ROWS = [  # a task, a row, its prompt, its solution
     ("math", {**ROW, "question": "1 + 1?", "problem": "No."}, ASKED, "2"),
     ("math", {**ROW, "solution": "Add.", "question": None}, ASKED, "2"),
     ("math", {"prompt": CHAT, "solution": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
-    ("math", {**ROW, "prompt": "1 + 1 ="}, "1 + 1 =", "2"),
+    ("math", {"prompt": "1 + 1 =", "answer": "2"}, "1 + 1 =", "2"),
+    ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # one token is enough
+    ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
     ("kk", {"quiz": "Who?", "solution_text_format": LILY, "solution": [False]},
      "<|user|>Who?<|assistant|><think>", LILY),
+    ("kk", {"quiz": "Who?", "solution": LILY, "prompt": [{"role": "user", "content": ASKED}]},
+     "<|user|>Who?<|assistant|><think>", LILY),  # as in the authors' files
     ("kk", {"prompt": "Who? ", "solution": LILY}, "Who? ", LILY),
 ]  # fmt: skip
 
@@ -1295,12 +1348,13 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example.prompt == prompt
+    assert "<|" not in example.question  # as a person reads it
     assert example.solution == solution
     assert example.columns == row
     assert example.difficulty == ("1" if task == "kk" else "all")
 
 
-WRONG_ROWS = [  # a task, a row, what is missing
+WRONG_ROWS = [  # a task, a row, what is wrong
     ("math", {"answer": "2"}, "a text as question, quiz, problem, or a whole prompt"),
     ("math", {**ROW, "problem": 2}, "a text as question"),
     ("math", {**ROW, "problem": None, "prompt": 5}, "a text as question"),
@@ -1308,29 +1362,48 @@ WRONG_ROWS = [  # a task, a row, what is missing
     ("math", {**ROW, "answer": 2}, "a text as solution_text_format"),
     ("math", {"prompt": CHAT, "solution": ["2"]}, "a text as solution_text_format"),
     ("math", {"prompt": " ", "solution": "2"}, "is there a tokenizer beside the model"),
+    ("math", {"problem": "1 + 1?", "answer": '["34"]'}, "a JSON list"),  # in files for verl
     ("math", '{"problem": ', "Expecting value"),
+    ("math", "7", "a JSON object, not 7"),
+    ("math", "[7]", "a JSON object"),
+    ("math", "null", "a JSON object"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
 ]
 
 
 @pytest.mark.parametrize("task, row, message", WRONG_ROWS)
-def test_a_row_that_lacks_a_text_is_named(task, row, message, tmp_path):
+def test_a_wrong_row_is_named(task, row, message, tmp_path):
     good = {"quiz": "Who?", "solution": LILY}  # blank lines do not count
     with pytest.raises(rewards.UserError, match=rf"a\.jsonl, row 2: .*{message}"):
         loaded(tmp_path, [good, "", row, good], task=task)
 
 
-def test_one_line_tells_which_rows_are_used_and_what_the_model_does_not_see(tmp_path, capsys):
-    rows = [ROW, {**ROW, "level": 3, "image": "x.png"}, {**ROW, "answer": r"\frac{1}{2"}, ""]
-    rows += [{**ROW, "problem": "1 + 1? " * 99}]
-    examples = loaded(tmp_path, rows)
+def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
+    """What the model does not see, and the end of the first prompt; but nothing that is 0."""
+    end = f"the first prompt ends in {ASKED[-60:]!r}\n"
+    loaded(tmp_path, [ROW])
+    assert capsys.readouterr().out == f"a.jsonl: 1 of 1 rows used; {end}"
+    rows = [ROW, {**ROW, "level": 3, "image": "x.png"}, {**ROW, "problem": "1 + 1? " * 99}, ""]
+    examples = loaded(tmp_path, [*rows, {**ROW, "answer": "We see that. " * 99}])
     assert [example.difficulty for example in examples] == ["all", "3"]
     message = "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution"
-    message += " that no answer could match; other columns, for the reward: image, level\n"
-    assert capsys.readouterr().out == message
+    message += " that no answer could match; other columns, for the reward: image, level; "
+    assert capsys.readouterr().out == message + end
+    loaded(tmp_path, rows[2:])
+    assert (
+        capsys.readouterr().out == "a.jsonl: 0 of 1 rows used; 1 longer than --max-prompt-length\n"
+    )
     length = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
     assert len(loaded(tmp_path, [ROW], max_prompt_length=length)) == 1
     assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
+
+
+def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
+    """A model writes 98 for the solution $98$; that the solution matches itself is not enough."""
+    for solution in (r"So $\boxed{\[ 98 \]}$.", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"):
+        assert rewards.is_gradable(solution, "math"), solution
+    for solution in (r"\$\frac23 \approx \$0.67", r"\frac{1}{2", "We see that. " * 99, ""):
+        assert not rewards.is_gradable(solution, "math"), solution
 
 
 @pytest.mark.parametrize("solution", [None, 0, {"target": 24}, "Lily", "12 #### x"])
@@ -1381,10 +1454,12 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
 
 
 def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
-    """Also where the question is a whole prompt, and beyond --eval-size."""
+    """Also where one of the two is a whole prompt, and beyond --eval-size."""
     rows = [{"problem": f"Say {i}!", "answer": "2", "level": i % 2} for i in range(20)]
     rows += [{"prompt": CHAT, "solution": "2"}]
-    own = write_rows(tmp_path / "own.jsonl", [*rows, {**ROW, "problem": "Say 99!"}])
+    whole = [{"role": "user", "content": f"Say 1!{rewards.MATH_PROMPT}"}]
+    others = [{"prompt": whole, "solution": "2"}, {**ROW, "problem": "Say 99!"}]
+    own = write_rows(tmp_path / "own.jsonl", [*rows, *others])
     other = write_rows(tmp_path / "other.jsonl", rows)
     settings = make_settings(data=own, eval_data=other, eval_size=3)
     training, evaluation = rewards.load_data(settings, TOKENIZER)
@@ -1406,12 +1481,13 @@ def test_batches_come_in_a_new_order_each_time_through():
 # rewards.py: prompts ------------------------------------------------------------------------------
 
 
-def tokenizer_with(template, bos=None):
+def tokenizer_with(template, bos=None, is_added=True):
     """A tokenizer with a chat template (None: of a base model), and perhaps a first token."""
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = template
     if bos:
         tokenizer.add_special_tokens({"bos_token": bos})
+    if bos and is_added:
         first = [(bos, tokenizer.bos_token_id)]
         tokenizer._tokenizer.post_processor = TemplateProcessing(f"{bos} $A", special_tokens=first)
     return tokenizer
@@ -1419,11 +1495,15 @@ def tokenizer_with(template, bos=None):
 
 TURNS = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
 DROPS = TURNS.replace("messages %}", "messages if turn.role != 'system' %}")
+REFUSES = (
+    f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('No!') }}}}{{% endif %}}{TURNS}"
+)
 SYSTEM = rewards.TASKS["kk"].system
 
 PUZZLE_PROMPTS = [  # a chat template, the prompt of the puzzle "Who?"
     (TURNS, f"<system>{SYSTEM}<user>Who?<assistant><think>"),
     (DROPS, "<user>Who?<assistant><think>"),
+    (REFUSES, f"<user>{SYSTEM}\n\nWho?<assistant><think>"),  # Gemma 1 and 2, Mistral 7B
     (TURNS + "<think>\n\n", f"<system>{SYSTEM}<user>Who?<assistant><think>\n"),  # DeepSeek's: once
     (None, f"{SYSTEM}\n\nWho?\n\n<think>"),  # a base model: the words
 ]
@@ -1440,16 +1520,27 @@ def test_the_prompt_of_a_puzzle(template, prompt, tmp_path):
 def test_no_later_turn_of_a_chat_is_lost():
     roles = ("system", "user", "assistant", "user")
     chat = [{"role": role, "content": f"{role}?"} for role in roles]
-    turns = "<user>user?<assistant>assistant?<user>user?<assistant>"
-    assert rewards.render_prompt(tokenizer_with(TURNS), chat) == f"<system>system?{turns}"
-    assert rewards.render_prompt(tokenizer_with(DROPS), chat) == turns
+    turns = "user?<assistant>assistant?<user>user?<assistant>"
+    assert rewards.render_prompt(tokenizer_with(TURNS), chat) == f"<system>system?<user>{turns}"
+    assert rewards.render_prompt(tokenizer_with(DROPS), chat) == f"<user>{turns}"
+    prompt = rewards.render_prompt(tokenizer_with(REFUSES), chat)
+    assert prompt == f"<user>system?\n\n{turns}"
     words = rewards.render_prompt(tokenizer_with(None), chat).split()
     assert words == [f"{role}?" for role in roles]
 
 
+def test_a_chat_that_the_template_refuses_ends_in_one_sentence(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [ROW])
+    tokenizer = tokenizer_with("{{ raise_exception('No!') }}")
+    with pytest.raises(rewards.UserError, match=r"a\.jsonl, row 1: No!"):
+        rewards.load_rows(source, make_settings(), tokenizer)
+
+
 def test_a_prompt_begins_once_as_the_model_is_used_to():
-    """Llama's tokenizer puts a token before every text; a chat template has its own."""
+    """Llama's tokenizer puts a token before every text, GPT-2's has one and does not."""
     tokenizer = tokenizer_with(TURNS, bos="<|bos|>")
     assert rewards.render_prompt(tokenizer, CHAT) == "<user>1 + 1?<assistant>"
     assert rewards.render_prompt(tokenizer, "1 + 1 =") == "<|bos|>1 + 1 ="
     assert rewards.render_prompt(tokenizer, "<|bos|>1 + 1 =") == "<|bos|>1 + 1 ="
+    tokenizer = tokenizer_with(None, bos="<|bos|>", is_added=False)
+    assert rewards.render_prompt(tokenizer, "1 + 1 =") == "1 + 1 ="
