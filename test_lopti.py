@@ -1208,16 +1208,9 @@ def test_the_last_box():
 
 def test_math_reward_takes_chats_worked_solutions_and_numbers():
     chat = [{"content": r"\boxed{9}"}, {"content": r"\boxed{4}"}]  # its last message counts
-    responses = [
-        chat,
-        r"\boxed{9}",
-        r"\boxed{4}",
-        "4",
-        None,
-        r"\boxed{}",
-        rf"\boxed{{{'9' * 301}}}",
-    ]
-    solutions = ["4", r"So $\boxed{9}$.", 4, "4", "4", "", "9" * 301]
+    proof = "9" * 301  # too long to be an answer
+    responses = [chat, r"\boxed{9}", r"\boxed{4}", "4", None, r"\boxed{}", rf"\boxed{{{proof}}}"]
+    solutions = ["4", r"So $\boxed{9}$.", 4, "4", "4", "", proof]
     assert rewards.math_reward(responses, solutions, level=[1] * 7) == [1, 1, 1, 0, 0, 0, 0]
     for solution in (None, ["none"], {}):
         with pytest.raises(rewards.UserError, match="must be a text or a number"):
@@ -1331,7 +1324,7 @@ ROWS = [  # a task, a row, its prompt, its solution
     ("math", {**ROW, "solution": "Add.", "question": None}, ASKED, "2"),
     ("math", {"prompt": CHAT, "solution": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {"prompt": "1 + 1 =", "answer": "2"}, "1 + 1 =", "2"),
-    ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # one token is enough
+    ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # a single token
     ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
     ("kk", {"quiz": "Who?", "solution_text_format": LILY, "solution": [False]},
      "<|user|>Who?<|assistant|><think>", LILY),
@@ -1390,9 +1383,8 @@ def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
     message += " that no answer could match; other columns, for the reward: image, level; "
     assert capsys.readouterr().out == message + end
     loaded(tmp_path, rows[2:])
-    assert (
-        capsys.readouterr().out == "a.jsonl: 0 of 1 rows used; 1 longer than --max-prompt-length\n"
-    )
+    message = "a.jsonl: 0 of 1 rows used; 1 longer than --max-prompt-length\n"
+    assert capsys.readouterr().out == message
     length = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
     assert len(loaded(tmp_path, [ROW], max_prompt_length=length)) == 1
     assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
@@ -1495,9 +1487,7 @@ def tokenizer_with(template, bos=None, is_added=True):
 
 TURNS = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}{% endfor %}<assistant>"
 DROPS = TURNS.replace("messages %}", "messages if turn.role != 'system' %}")
-REFUSES = (
-    f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('No!') }}}}{{% endif %}}{TURNS}"
-)
+REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('No!') }}{% endif %}" + TURNS
 SYSTEM = rewards.TASKS["kk"].system
 
 PUZZLE_PROMPTS = [  # a chat template, the prompt of the puzzle "Who?"
