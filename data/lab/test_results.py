@@ -4,6 +4,7 @@ python -m pytest -q data/lab/test_results.py
 """
 
 import contextlib
+import doctest
 import io
 import re
 import sys
@@ -435,12 +436,9 @@ def test_the_pictures_on_record_are_what_the_program_draws(tmp_path, monkeypatch
 
 def test_the_pictures_show_what_the_csv_says():
     """A point of each: GRPO's mean at its first place, and Lopti's difference in the first task."""
+    assert doctest.testmod(pictures).failed == 0
     curves = pictures.learning_curves(RUNS, STEPS)
-    line = next(
-        line
-        for line in pictures.draw_curves(curves).axes[0].lines
-        if "GRPO (10" in line.get_label()
-    )
+    [line] = pictures.draw_curves({"GRPO": curves["GRPO"]}).axes[0].lines
     of_grpo = STEPS[STEPS.run.isin(runs("R3", "GRPO", model="bundled").run)]
     first_five = of_grpo[of_grpo.step <= 5].accuracy.mean()
     assert (line.get_xdata()[0], line.get_ydata()[0]) == (3, pytest.approx(first_five))
@@ -455,8 +453,8 @@ def test_the_pictures_show_what_the_csv_says():
 def test_no_part_of_the_hero_moves_between_renderers():
     """Some renderers lay a `tspan` of a text that ends at its place over the rest of the text."""
     svg = "{http://www.w3.org/2000/svg}"
-    texts = list(ElementTree.parse(RESULTS / "hero.svg").iter(f"{svg}text"))
-    assert any(text.get("text-anchor") == "end" for text in texts)
-    assert not [
-        x for x in texts if x.get("text-anchor") == "end" and x.find(f"{svg}tspan") is not None
-    ]
+    texts = ElementTree.parse(RESULTS / "hero.svg").iter(f"{svg}text")
+    at_the_end = [text for text in texts if text.get("text-anchor") == "end"]
+    assert at_the_end
+    for text in at_the_end:
+        assert text.find(f"{svg}tspan") is None
