@@ -995,8 +995,8 @@ def test_a_small_step_of_kk_flags(tmp_path):
     code = exit_code(
         f"@{ROOT}/data/kk.flags --alpha 0.3 --eta 0.5 --model {tmp_path}/model --device cpu "
         f"--data {ROOT}/data/kk_train.jsonl --eval-data {ROOT}/data/kk_test.jsonl --eval-size 1 "
-        f"--eval-samples 0 --steps 1 --prompts-per-step 2 --max-new-tokens 8 --output {tmp_path}/run "
-        f"--reward {__name__}:vowels --solved-reward 100000001"
+        "--eval-samples 0 --steps 1 --prompts-per-step 2 --max-new-tokens 8 "
+        f"--reward {__name__}:vowels --solved-reward 100000001 --output {tmp_path}/run"
     )
     assert code == 0
     (line,) = lopti.read_lines(tmp_path / "run" / "metrics.jsonl")
