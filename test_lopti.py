@@ -32,6 +32,7 @@ import torch
 import transformers
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 ROOT = Path(__file__).resolve().parent
 sys.path.append(str(ROOT / "data" / "ports"))
@@ -295,16 +296,20 @@ def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, t
     assert chi_squared < degrees + 5 * math.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+WINDOW = {"sliding_window": 8, "head_dim": 16}  # every other layer of Gemma 2 has it
+
+
+@pytest.mark.parametrize("family, changes", [("Llama", {}), ("Qwen2", {}), ("Gemma2", WINDOW)])
 @pytest.mark.parametrize("ends", [[1], ENDS])
-def test_greedy_responses_are_those_of_generate(family, ends, monkeypatch):
+def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypatch):
     """Every response is the one that `model.generate` gives to its prompt alone.
 
     Left padding, stretches of 32 tokens and rows that have ended change no token, nor does a
     padding token that was itself sampled. The tokenizer's own first token is not added: a prompt
-    has it already.
+    has it already. A batch reads each prompt once, all of it but its last token. So the third
+    batch, which has prompts of one token, reads nothing before it samples.
     """
-    model = random_model(family, ends)
+    model = random_model(family, ends, **changes)
     options = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
     options.eos_token_id = ends
     alone = []  # prompts and responses
@@ -316,13 +321,45 @@ def test_greedy_responses_are_those_of_generate(family, ends, monkeypatch):
     first = TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", 1)])
     tokenizer._tokenizer.post_processor = first
     calls = watch(monkeypatch, lopti, "generate").call_args_list
+    inner_calls = watch(monkeypatch, model, "generate").call_args_list
     rollout = sample(model, "--max-new-tokens 40 --sample-batch-size 5", tokenizer, group_size=4)
     assert [len(call.args[1]) for call in calls] == [5, 5, 2]
+    read = [call.args[0].shape for call in inner_calls if "generation_config" not in call.kwargs]
+    assert read == [(2, 15), (2, 3)]
     for i, row in enumerate(plain_rows(rollout)):
         assert row.prompt.tolist() == TOKENIZER(PROMPTS[i // 4]).input_ids
         assert [*row.prompt, *row.response] == alone[i // 4]
         assert rollout.lengths[i] == len(alone[i // 4])
         assert rollout.truncated[i] == (alone[i // 4][-1] not in ends)
+
+
+def test_layers_with_a_sliding_window_keep_no_more_than_the_window(monkeypatch):
+    """Only layers that keep all tokens get room for more; the others stay those of HF."""
+    model = random_model("Gemma2", **WINDOW)
+    calls = watch(monkeypatch, model, "generate").call_args_list
+    sample(model, "--max-new-tokens 40")
+    sliding, full = calls[-1].kwargs[lopti.CACHE].layers
+    assert sliding.keys.shape[2] == 7
+    assert type(full) is lopti.PreallocatedLayer
+
+
+def test_a_preallocated_layer_holds_what_that_of_hf_holds_and_seldom_copies_it():
+    """Its keys and values are those of HF's layer, but it copies them once in 32 tokens."""
+    layer = lopti.PreallocatedLayer()
+    plain = DynamicLayer()
+    copies = 0
+    for step, count in enumerate([5, *[1] * 70, 3, 40, 1]):
+        keys = torch.randn(4, 2, count, 3)  # (rows, heads, new tokens, size)
+        values = torch.randn(4, 2, count, 6)
+        before = layer.keys
+        for ours, expected in zip(layer.update(keys, values), plain.update(keys, values)):
+            assert torch.equal(ours, expected)
+        assert layer.get_seq_length() == plain.get_seq_length()
+        copies += layer.keys is not before
+        if step in (0, 40):
+            for each in (layer, plain):
+                each.reorder_cache(torch.tensor([2, 2, 0, 3]))
+    assert copies == 5  # for the first, 6th, 39th, 72nd and 79th token
 
 
 def test_which_tokens_end_a_response():
@@ -360,7 +397,7 @@ def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monk
     torch.manual_seed(0)
     rollout = sample(model, "--max-new-tokens 60", tokenizer, PROMPTS[:2], 128, 2.0)
     unfinished = int((rollout.response_mask.sum(1) > lopti.STRETCH).sum())
-    assert [len(call.args[0]) for call in calls] == [256, unfinished]
+    assert [len(call.args[0]) for call in calls] == [2, 256, unfinished]
     last = set()
     for row, truncated, text in zip(plain_rows(rollout), rollout.truncated, rollout.texts):
         ids = row.response.tolist()
