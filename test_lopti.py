@@ -1140,6 +1140,7 @@ EQUAL = r"""
 -\frac73 | \frac{-7}{3} | -7/3 | -2\frac{1}{3} | -2 1/3 | −2\frac13 | –2\frac13
 \frac{\sqrt{3}}2 | \frac{\sqrt{3}}{2} | \frac{\sqrt3}2
 \frac\pi2 | \frac{\pi}{2} | \frac{\pi}2 | \frac{\pi} 2
+\sqrt\frac34 | \sqrt\frac{3}{4}
 1234567 | 1,234,567 | 1{,}234{,}567 | 1,\! 234,\!567 | \(1,234,567\) | \$1,234,567 | x = 1,234,567
 1234, 1 | 1,234, 1
 25,100,55 | 25, 100, 55 | 100,55,25
@@ -1154,6 +1155,7 @@ x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
 864 \mbox{ inches}^2 | 864 | 864 inches^2 | 864 \text{ inches}^{2}
 15 | 15\text{ cm}^2 | 15 cm^2
 45\text{ mph} | 45 | 45 mph | 45\text{ mph} | x = 45
+144 \mbox{ m}^3 | 144 | 144 m^3
 2.5 \mathrm{~m} | 2.5 | 2.5 m | 2.5\text{ m} | \frac52
 8\sqrt3 \text { square feet}. | 8\sqrt{3} | 8\sqrt{3}\text{ square feet}
 x = 1, y = 2 | y = 2, x = 1 | x = 1 \text{ and } y = 2
@@ -1378,7 +1380,7 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example.prompt == prompt
-    assert "<|" not in example.question  # as a person reads it
+    assert example.question in ("1 + 1?", "1 + 1 =", "1", "Who?", "Who? ")
     assert example.solution == solution
     assert example.columns == row
     assert example.difficulty == ("1" if task == "kk" else "all")
