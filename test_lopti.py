@@ -414,7 +414,10 @@ def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monk
 
 
 def test_bfloat16_is_for_forward_passes():
-    """With --dtype bfloat16 layers compute in bfloat16, and logits and weights stay float32."""
+    """With --dtype bfloat16 layers compute in bfloat16, and logits and weights stay float32.
+
+    Without it everything is float32.
+    """
     policy = random_model("Qwen2", tie_word_embeddings=True)
     settings = settings_of(OFF_DEFAULT + "--dtype bfloat16 --stapo")
     optimizer = adamw(policy, settings)
@@ -430,6 +433,9 @@ def test_bfloat16_is_for_forward_passes():
         logits = lopti.token_logits(policy, rollout.ids, rollout.response_mask, 1.0)
         divided = lopti.token_logits(policy, rollout.ids, rollout.response_mask, 0.7)
     assert torch.equal(divided, logits / 0.7)
+    computed.clear()
+    lopti.response_logprobs(policy, rollout, settings_of())
+    assert computed == {torch.float32}
 
 
 # 4 to 7. Advantages, Eq. 4, the split, the update -------------------------------------------------
@@ -505,6 +511,25 @@ def test_which_gradients_make_a_step(factor, steps):
     assert optimizer.state[model.lm_head.weight]["step"] == steps
     assert (0 < first["grad_norm"] < 1e-6) == (steps == 3)
     assert all(1e-3 < result["grad_norm"] < math.inf for result in others)
+
+
+def test_a_token_that_could_not_be_sampled_has_no_part():
+    """With --min-p a token of log π_old = −∞ is left out of loss and KL; it counts in N."""
+    model = random_model()
+    settings = settings_of("--min-p 1e-9 --group-size 4")
+    rollout = random_rollout(model, settings)
+    rollout.rewards = torch.zeros(12)
+    rollout.old_logprobs[0, rollout.lengths[0] - 1] = -math.inf
+    count = int(rollout.response_mask.sum())
+    share = (count - 1) / count
+    k3 = math.exp(-0.3) + 0.3 - 1  # log π_ref is log π - .3
+    mask = rollout.response_mask
+    (result,) = lopti.update(model, adamw(model, settings), rollout, mask, settings)
+    assert result["policy_loss"] == pytest.approx(-share)  # Â = 1
+    assert result["kl"] == pytest.approx(share * k3)
+    assert 0 < result["grad_norm"] < math.inf
+    metrics = lopti.step_metrics(rollout, [[result]], settings)
+    assert metrics["rollout/kl"] == pytest.approx(share * k3)
 
 
 def test_the_memory_of_an_update():
@@ -609,7 +634,7 @@ def flags(tmp_path_factory):
     (folder / "rows.jsonl").write_text("".join(lines[:20]), encoding="utf-8")
     return (
         f"--model {folder} --data {folder}/rows.jsonl --device cpu --reward {__name__}:vowels "
-        "--solved-reward 100000001 --steps 5 --save-every 2 --eval-every 2 --eval-samples 1 "
+        "--solved-reward 100000001 --steps 5 --save-every 3 --eval-every 2 --eval-samples 1 "
         "--alpha 0.3 --eta 0.5 --prompts-per-step 3 --group-size 3 --mini-batch-size 5 "
         "--max-new-tokens 12 --learning-rate 2e-3 --weight-decay 0.1 --seed 3 "
     )
@@ -683,7 +708,7 @@ def test_settings_of_zero(flags, tmp_path, monkeypatch):
     zeros = "--steps 0 --eval-size 0 --eval-samples 0 --sample-batch-size 0"
     assert exit_code(f"{flags} {zeros} --data= --max-new-tokens 1") == 0
     assert [len(call.args[1]) for call in calls] == [400]
-    (folder,) = (tmp_path / "runs").glob("kk-*")
+    (folder,) = (tmp_path / "runs").glob(f"kk-*-{os.getpid()}")  # no two runs share a folder
     assert {path.name for path in folder.iterdir()} == {"config.json", "evaluations.jsonl"}
     (line,) = lopti.read_lines(folder / "evaluations.jsonl")
     assert line["table"].keys() == {"greedy", "cut off"}
@@ -824,8 +849,8 @@ def test_steps_that_have_nothing_to_learn_are_reported(advantage, flags, tmp_pat
 
 
 KILLS = [  # before which call of which function, and the step of the last checkpoint
-    ("step_metrics", 3, 2),
-    ("log_evaluation", 3, 4),  # of step 4: the trained weights are already in the checkpoint
+    ("step_metrics", 5, 3),  # lines of step 4 are already written
+    ("log_evaluation", 4, 5),  # of step 5: the trained weights are already in the checkpoint
     ("report", 1, 5),
 ]
 
@@ -857,14 +882,16 @@ def test_killed_and_resumed_to_the_last_bit(
     assert_same_run(folder, finished_run)
 
 
-def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path):
+def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path, capsys):
     """A finished run that is resumed with more steps equals a run that had them from the start.
 
-    config.json has the new number of steps.
+    config.json has the new number of steps. How to resume is printed with the first checkpoint.
     """
     folder = tmp_path / "longer"
     assert exit_code(f"{flags} --output {folder} --steps 2") == 0
+    assert capsys.readouterr().out.count(f"--resume {folder} continues") == 1
     assert exit_code(f"--resume {folder} --steps 5") == 0
+    assert "--resume" not in capsys.readouterr().out
     assert_same_run(folder, finished_run)
     assert json.loads((folder / "config.json").read_text())["steps"] == 5
     assert exit_code(f"--resume {folder}") == 0  # nothing is left to do
@@ -948,6 +975,7 @@ def test_help_has_every_flag(capsys):
     text = capsys.readouterr().out
     named = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
     assert named == {lopti.flag(each.name) for each in fields(lopti.Settings)} | {"--help"}
+    assert "(default: 0.0; paper: 0.3)" in " ".join(text.split())
     for page in ("README.md", "data/GUIDE.md"):
         for command in re.findall(r"python lopti\.py[^\n`]*", (ROOT / page).read_text()):
             assert set(re.findall(r"--[a-z][a-z-]*", command)) <= named, command
@@ -1015,6 +1043,17 @@ def test_files_of_flags(tmp_path):
     path.write_text('# mine\n\n--steps 9  # nine\n--data "my data/x.jsonl" --alpha 0.3\n')
     settings = lopti.parse_arguments([f"@{path}", "--alpha", "0.5"])
     assert (settings.steps, settings.data, settings.alpha) == (9, "my data/x.jsonl", 0.5)
+
+
+def test_flags_that_follow_the_paper():
+    """kk.flags has the values that --help calls the paper's; so has math.flags, but for steps."""
+    paper = {each.name: each.metadata["paper"] for each in fields(lopti.Settings)}
+    paper = {name: value for name, value in paper.items() if value is not None}
+    for task, steps in (("kk", 351), ("math", 781)):
+        words = [f"@{ROOT}/data/{task}.flags", "--alpha", "0.3", "--eta", "0.5"]
+        settings = lopti.parse_arguments(words)
+        assert settings.task == task
+        assert vars(settings).items() >= (paper | {"steps": steps}).items()
 
 
 @pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
