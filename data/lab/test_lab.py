@@ -29,7 +29,8 @@ torch.set_num_threads(1)  # more gain little
 # diagnose.py --------------------------------------------------------------------------------------
 
 SMALL = ["--prompts-per-step", "2", "--group-size", "4", "--mini-batch-size", "4"]
-SMALL += ["--max-new-tokens", "12"]
+SMALL += ["--max-new-tokens", "12", "--task", "math"]  # which has short prompts
+SMALL += ["--temperature", "2"]  # for tokens in each bin
 
 
 @pytest.fixture
@@ -61,7 +62,8 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     by_hand = []  # of two mini-batches
     for rows in (slice(0, 4), slice(4, 8)):
         ids = rollout.ids[rows]
-        logprobs = untouched(ids).logits[:, :-1].log_softmax(2).gather(2, ids[:, 1:, None])[..., 0]
+        logits = untouched(ids).logits[:, :-1] / 2  # the temperature
+        logprobs = logits.log_softmax(2).gather(2, ids[:, 1:, None])[..., 0]
         terms = rollout.advantages[rows, 1:] * logprobs / mask[rows].sum()
         by_hand.append([])
         for part in masks:
