@@ -1,28 +1,31 @@
-"""Holds a port of the method to golden.json, at three levels, and names the mistake that it finds.
+"""Compares a port of the method with golden.json, at three levels, and names the mistake it finds.
 
     python data/ports/check_port.py my_port                        # 1. single functions
     python data/ports/check_port.py my_port:update                 # 2. updates of a small table
     python data/ports/check_port.py --model my_port:update_model   # 3. updates of a language model
 
-my_port.py is yours, in the current folder; example_port.py beside this file is a right one.
+my_port.py is your file, in the current folder; example_port.py beside this file is a right port.
 
 1. Any of these functions, on float64 tensors that are padded on the right:
     group_advantages(rewards, group_size): (B,) → (B,)
     reweight_advantages(advantages, old_logprobs, alpha): (B, T), (B, T) → (B, T)
     split_tokens(old_logprobs, mask, eta): (B, T), (B, T) → two masks (B, T), low and high
     policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, mask, case):
-        (B, T) each → a scalar, whose gradient is compared, too; `update_mask` has the tokens of the
-        pass, `mask` all response tokens, `case` clip_low, clip_high, clip_dual and kl_coef.
-2. update(case) makes a whole update with your loss, passes and optimizer, on a policy that is a
-   table (V, V): row i holds the logits of the token after token i. `case` has what golden.py
-   calls inputs; pad the responses with 0. It returns the table after each optimizer step.
-3. update_model(model, optimizer, case) does the same with the bundled model, a causal model of
-   transformers, and an AdamW over its weights; `case` has prompt and responses as token ids. It
-   returns the gradient norm of each optimizer step, before it is clipped; of a skipped one, 0.
+        (B, T) each → a scalar, whose gradient is compared, too. `update_mask` has the tokens of the
+        pass, `mask` all response tokens, `case` has clip_low, clip_high, clip_dual and kl_coef.
+2. update(case) makes a whole update with your loss, passes and optimizer. Its policy is a table
+   (V, V): row i holds the logits of the token after token i. `case` has what golden.py calls
+   inputs. update returns the table after each optimizer step.
+3. update_model(model, optimizer, case) makes a whole update of the bundled model. `model` is a
+   causal model of transformers, `optimizer` an AdamW over its weights; `case` has for each of B
+   responses its prompt, in `prompts`, and its token ids, in `responses`. update_model returns the
+   gradient norm of each optimizer step, before it is clipped, and 0 for a step that is skipped.
 
-Where level 1 or 2 is wrong, the mistakes of mistakes.diff are put into example_port.py until it
-gives the same: one or two, with any of the choices that README.md allows. Exit code 0: right,
-perhaps with such choices; 1: wrong.
+If level 1 or 2 finds wrong numbers, check_port.py puts the mistakes of mistakes.diff into
+example_port.py until it gives the same numbers. It tries each mistake alone, then pairs of mistakes
+and the design choices of README.md. It tries 1,000 candidates at most, which takes about a
+minute on one core. The exit code is 0 for a right port, with or without such choices, and 1 for a
+wrong one.
 """
 
 import argparse
@@ -70,34 +73,22 @@ def read_mistakes():
 
 
 MISTAKES = read_mistakes()
-CHOICES = [name for name in MISTAKES if "a choice" in name]
+CHOICES = [name for name in MISTAKES if name.startswith("a choice: ")]
 ZERO_STEP = CHOICES[0]  # AdamW makes a step where the gradient is 0
+CANDIDATES = 1000  # that are tried at most: about a minute on one core, as --help says
 
 
-def port_with(mistakes):
-    """The example port with these mistakes in it; None where two of them change the same line."""
+def port_with(names):
+    """The example port with these changes; None where two of them change the same line."""
     source = EXAMPLE
-    for mistake in mistakes:
-        for text, instead in MISTAKES[mistake]:
+    for name in names:
+        for text, instead in MISTAKES[name]:
             if source.count(f"\n{text}\n") != 1:
                 return None
             source = source.replace(f"\n{text}\n", f"\n{instead}\n")
-    names = {}
-    exec(source, names)  # noqa: S102
-    return SimpleNamespace(**names)
-
-
-def candidates(source):
-    """Names of what changes a part of the example port: choices alone, one mistake with any of the
-    choices, two mistakes with any of them."""
-    names = [name for name, changes in MISTAKES.items() if changes[0][0] in source]
-    possible = [name for name in names if name in CHOICES]
-    wrong = [name for name in names if name not in CHOICES]
-    for count in (0, 1, 2):
-        for number_of_choices in range(len(possible) + 1):
-            for choices in itertools.combinations(possible, number_of_choices):
-                for mistakes in itertools.combinations(wrong, count):
-                    yield (*mistakes, *choices)
+    port = {}
+    exec(source, port)  # noqa: S102
+    return SimpleNamespace(**port)
 
 
 def first_wrong(values, others):
@@ -114,27 +105,67 @@ def explain(found, right, source, simulate):
     `right` has the right values, `simulate(port, number)` those of another port in case `number`;
     `source` is the part of the example port that is looked at.
     """
-    wrong = {number: first_wrong(found[number], right[number]) for number in range(len(found))}
-    # first the case that is wrong from its beginning: it rules out most mistakes the soonest
-    numbers = sorted(wrong, key=lambda number: math.inf if wrong[number] is None else wrong[number])
-    for mistakes in candidates(source):
-        port = port_with(mistakes)
-        if port and all(first_wrong(found[each], simulate(port, each)) is None for each in numbers):
-            return mistakes
+    wrong = [first_wrong(*pair) for pair in zip(found, right)]
+    if wrong.count(None) == len(wrong):
+        return ()
+    # First the case that is wrong from its beginning: it rules out most mistakes the soonest.
+    numbers = sorted(range(len(wrong)), key=lambda i: math.inf if wrong[i] is None else wrong[i])
+    names = [name for name, changes in MISTAKES.items() if changes[0][0] in source]
+    for name in names:
+        port = port_with([name])
+        if all(first_wrong(found[i], simulate(port, i)) is None for i in numbers):
+            return (name,)
+
+    agreement = {}  # of each candidate: how many values agree, up to the first wrong one of a case
+    for candidate in itertools.islice(candidates(names, agreement), CANDIDATES):
+        agreement[candidate] = 0
+        port = port_with(candidate)
+        if port:
+            wrong = [first_wrong(found[i], simulate(port, i)) for i in range(len(found))]
+            if wrong.count(None) == len(wrong):
+                return candidate
+            for values, number in zip(found, wrong):
+                agreement[candidate] += len(values) if number is None else number
     return None
 
 
-def verdict(mistakes):
+def candidates(names, agreement):
+    """Tuples of these names, of two mistakes at most and any choices.
+
+    Whoever takes a candidate puts into `agreement` how many values it explains, before taking the
+    next one: what explains more than it does without its last mistake is tried beside choices and
+    beside a second mistake, the best first.
+    """
+    choices = [name for name in names if name in CHOICES]
+    promising = [()]
+    yield ()
+    while promising:
+        mistakes = max(promising, key=agreement.get)
+        promising.remove(mistakes)
+        for count in range(1, len(choices) + 1):
+            for beside in itertools.combinations(choices, count):
+                yield (*mistakes, *beside)
+        for name in names:
+            if name not in choices and len(mistakes) < 2:
+                yield (*mistakes, name)
+                if agreement[*mistakes, name] > agreement[mistakes]:
+                    promising.append((*mistakes, name))
+
+
+def verdict(names):
     """Prints what was found; returns the exit code."""
-    if mistakes is None:
-        print("Wrong, by no mistake that is known here, nor by two of them.")
+    if names is None:
+        print("Wrong. No known mistake explains it, nor does a pair of mistakes that was tried.")
         return 1
-    is_right = set(mistakes) <= set(CHOICES)
-    if is_right:
-        print("Right, with these choices:" if mistakes else "Right.")
+    mistakes = [name for name in names if name not in CHOICES]
     for mistake in mistakes:
-        print(mistake)
-    return int(not is_right)
+        print(f"Wrong: {mistake}")
+    if not mistakes:
+        print("Right.")
+    for choice in names:
+        if choice in CHOICES:
+            print(choice)
+    return int(bool(mistakes))
 
 
 # 1. Single functions ------------------------------------------------------------------------------
@@ -205,7 +236,7 @@ def find_mistakes(update):
     """The names of what explains the tables of an update; () is right, None that nothing does."""
     found, right = compare_tables(update)
     if any(first_wrong(*pair) is not None for pair in zip(found, right)):
-        print("Looking for what explains this, for up to a minute ...")
+        print("Looking for the mistake, for about a minute at most ...")
 
     def simulate(port, number):
         return port.update(GOLDEN["rollouts"][number])
@@ -264,9 +295,10 @@ def check_model_update(update_model):
             print(f"{case['name']}: not compared. {ZERO_STEP}")
             continue
         found = model_differences(model, norms, case)
-        print(f"{case['name']}: {'right' if is_right(found) else 'wrong'};", end=" ")
+        right = is_right(found)
+        print(f"{case['name']}: {'right' if right else 'wrong'};", end=" ")
         print(", ".join(f"{name} {value:.1e}" for name, value in found.items()))
-        code = max(code, int(not is_right(found)))
+        code = max(code, int(not right))
     return code
 
 

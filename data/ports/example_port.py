@@ -7,17 +7,20 @@ it wrong; check_port.py makes them to find what explains the numbers of another 
 from functools import partial
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 
 def group_advantages(rewards, group_size):
     groups = rewards.view(-1, group_size)
+    means = groups.mean(1, keepdim=True)
     deviations = groups.std(1, keepdim=True)
-    advantages = (groups - groups.mean(1, keepdim=True)) / (deviations + 1e-6)
+    advantages = (groups - means) / (deviations + 1e-6)
     return advantages.flatten()
 
 
 def reweight_advantages(advantages, old_logprobs, alpha):
-    return (alpha * old_logprobs.exp() + (1 - alpha)) * advantages
+    weights = alpha * old_logprobs.exp() + (1 - alpha)
+    return weights * advantages
 
 
 def split_tokens(old_logprobs, mask, eta):
@@ -49,10 +52,12 @@ def run_passes(logprobs, ref, mask, parameters, optimizer, case):
     advantages = group_advantages(rewards, case["group_size"])[:, None] * mask
     advantages = reweight_advantages(advantages, old, case["alpha"])
     passes = split_tokens(old, mask, case["eta"]) if case["eta"] else [mask]
+    mini_batches = torch.arange(len(mask)).split(case["mini_batch_size"])
     for update_mask in passes:
-        for rows in torch.arange(len(mask)).split(case["mini_batch_size"]):
+        for rows in mini_batches:
             fixed = [each[rows] for each in (old, ref, advantages, update_mask, mask)]
-            policy_loss(logprobs()[rows], *fixed, case).backward()
+            loss = policy_loss(logprobs()[rows], *fixed, case)
+            loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, case["max_grad_norm"])
             if norm > 0:
                 optimizer.step()
@@ -60,16 +65,12 @@ def run_passes(logprobs, ref, mask, parameters, optimizer, case):
             yield float(norm)
 
 
-def padded(case):
-    responses = [torch.tensor(response) for response in case["responses"]]
-    ids = torch.nn.utils.rnn.pad_sequence(responses, batch_first=True, padding_value=-1)  # (B, T)
-    mask = ids >= 0
-    return ids.clamp(min=0), mask
-
-
 def update(case):
     """The update of a policy that is a table (V, V): the table after each optimizer step."""
-    ids, mask = padded(case)
+    responses = [torch.tensor(response) for response in case["responses"]]
+    ids = pad_sequence(responses, batch_first=True, padding_value=-1)  # (B, T)
+    mask = ids >= 0
+    ids = ids.clamp(min=0)
     before = torch.cat([torch.tensor(case["prompts"])[:, None], ids[:, :-1]], 1)
 
     def logprobs(logits, temperature=case["temperature"]):
@@ -85,14 +86,19 @@ def update(case):
 
 def update_model(model, optimizer, case):
     """The update of a causal language model, which is the reference, too: the gradients' norms."""
-    ids, mask = padded(case)
-    prompt = torch.tensor(case["prompt"]).expand(len(ids), -1)
-    rows = torch.cat([prompt, ids], 1)
+    starts = torch.tensor([[len(prompt)] for prompt in case["prompts"]])  # (B, 1)
+    rows = []
+    for prompt, response in zip(case["prompts"], case["responses"]):
+        rows.append(torch.tensor(prompt + response))
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1)  # (B, L), padded on the right
+    mask = (ids >= 0) & (torch.arange(ids.shape[1]) >= starts)
+    ids = ids.clamp(min=0)
 
     def logprobs():
-        logits = model(rows).logits[:, len(case["prompt"]) - 1 : -1]  # of the token after each
-        every_logprob = (logits.float() / case["temperature"]).log_softmax(-1)
-        return every_logprob.gather(-1, ids[..., None])[..., 0]
+        logits = model(ids).logits[:, :-1].float()  # those after token t speak of token t+1
+        every_logprob = (logits / case["temperature"]).log_softmax(-1)  # (B, L-1, V)
+        return every_logprob.gather(-1, ids[:, 1:, None])[..., 0]
 
     ref = logprobs().detach()
-    return list(run_passes(logprobs, ref, mask, list(model.parameters()), optimizer, case))
+    parameters = list(model.parameters())
+    return list(run_passes(logprobs, ref, mask[:, 1:], parameters, optimizer, case))

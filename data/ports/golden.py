@@ -31,9 +31,9 @@ Outputs:
         before the gradient is clipped, skipped (it is 0: no step), table (V, V) after the step
 
 `model`: whole updates of the bundled model (data/tiny, which is the reference too), from four
-responses to one puzzle. Inputs: prompt and responses, as token ids, and what is named above.
-Outputs, of which about six digits hold on another machine (transformers computes a part of a
-forward pass in float32):
+responses to one puzzle, or two to each of two. Inputs: prompts and responses, as lists of token
+ids, four of each, and what is named above. Outputs, of which about six digits hold on another
+machine (transformers computes a part of a forward pass in float32):
     advantages (4,): Â of Eq. 1
     old_logprobs: a list for each response
     steps: as above, without table
@@ -248,9 +248,9 @@ def solve_model(case):
     responses = case["responses"]
 
     def logprobs(i):
-        ids = torch.tensor([case["prompt"] + responses[i]])
+        ids = torch.tensor([case["prompts"][i] + responses[i]])
         # The logits of a token speak of the next one.
-        logits = policy(ids).logits[0, len(case["prompt"]) - 1 : -1]
+        logits = policy(ids).logits[0, len(case["prompts"][i]) - 1 : -1]
         return response_logprobs(logits, responses[i], case["temperature"])
 
     old_logprobs = [logprobs(i).tolist() for i in range(len(responses))]
@@ -280,11 +280,19 @@ def solve_part(part, cases):
     return [case | solvers[part](case) for case in cases]
 
 
+def write_page(page, path):
+    """Writes {part: cases} with one case a line."""
+    parts = []
+    for part, cases in page.items():
+        lines = ",\n".join(json.dumps(case) for case in cases)
+        parts.append(f'"{part}": [\n{lines}\n]')
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+
 def main():
     path = HERE / "golden.json"
     page = json.loads(path.read_text(encoding="utf-8"))
-    page = {part: solve_part(part, cases) for part, cases in page.items()}
-    path.write_text(json.dumps(page) + "\n", encoding="utf-8")
+    write_page({part: solve_part(part, cases) for part, cases in page.items()}, path)
     print(f"{path}: every output computed anew")
 
 

@@ -88,7 +88,7 @@ def compare(case, processes):
         shares = torch.arange(4).view(-1, processes, share * 2 // processes)
         rows = shares[:, trainer.accelerator.process_index].flatten().tolist()
         return {
-            "prompt_ids": [case["prompt"]] * len(rows),
+            "prompt_ids": [case["prompts"][row] for row in rows],
             "completion_ids": [case["responses"][row] for row in rows],
             "logprobs": None,
             "advantage": [case["advantages"][row] for row in rows],  # for the reward function
