@@ -975,7 +975,7 @@ def test_help_has_every_flag(capsys):
     text = capsys.readouterr().out
     named = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
     assert named == {lopti.flag(each.name) for each in fields(lopti.Settings)} | {"--help"}
-    assert "(default: 0.0; paper: 0.3)" in " ".join(text.split())
+    assert "(default: 0.0) (paper: 0.3)" in " ".join(text.split())
     for page in ("README.md", "data/GUIDE.md"):
         for command in re.findall(r"python lopti\.py[^\n`]*", (ROOT / page).read_text()):
             assert set(re.findall(r"--[a-z][a-z-]*", command)) <= named, command
