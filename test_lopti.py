@@ -348,7 +348,7 @@ def test_a_preallocated_layer_holds_what_that_of_hf_holds_and_seldom_copies_it()
     layer = lopti.PreallocatedLayer()
     plain = DynamicLayer()
     copies = 0
-    for step, count in enumerate([5, *[1] * 70, 3, 40, 1]):
+    for step, count in enumerate([5, *[1] * 70, 3, 70, 1]):
         keys = torch.randn(4, 2, count, 3)  # (rows, heads, new tokens, size)
         values = torch.randn(4, 2, count, 6)
         before = layer.keys
