@@ -25,7 +25,7 @@ TASKS = {  # the panels of synthetic_tasks.svg: (task, optimizer) → title
         "Low-probability tokens are noise,\nand each step has a fixed norm:\nAR and Lopti help."
     ),
     ("noise at low π", "AdamW"): (
-        "Low-probability tokens are noise,\nand AdamW makes the steps:\nof the two only AR helps."
+        "Low-probability tokens are noise,\nand AdamW makes the steps:\nLopti's gain is not significant."
     ),
     ("reward at low π", "fixed norm"): (
         "Low-probability tokens earn the reward,\nand each step has a fixed norm:\n"
@@ -106,8 +106,8 @@ def draw_tasks(found):
     axes[0].set(xlim=(-0.04, 0.115), ylim=(-0.5, len(by_seed.columns) - 0.3))
     label = "accuracy minus GRPO's, where both have the same KL from the initial model"
     figure.supxlabel(f"{label} (mean of 20 seeds, bars: 95 %)", fontsize=13)
-    title = "AR and Lopti help where low-probability tokens are noise, Lopti only with steps of "
-    figure.suptitle(f"{title}fixed norm", x=0.01, ha="left", weight="bold")
+    title = "AR and Lopti help where low-probability tokens are noise; with AdamW Lopti's gain is "
+    figure.suptitle(f"{title}small and not significant", x=0.01, ha="left", weight="bold")
     return figure
 
 

@@ -233,7 +233,7 @@ def test_r3_by_the_formulas():
     lopti = p_values["Lopti − GRPO", 1]
     assert f"(p = {two_passes:.2f}; Lopti p = {lopti:.3f})".replace("0.", ".") in section("R3")
     final = []
-    for method in ("AR", "Lopti", "two passes", "AR + Lopti"):
+    for method in ("oracle", "AR", "Lopti", "two passes", "AR + Lopti"):
         final.append(differences(methods[method], methods["GRPO"], FINAL))
         assert p_value(final[-1]) > 0.05
     check_text("R3", differences(methods["oracle"], methods["GRPO"]), *final)
@@ -305,15 +305,15 @@ def test_r6():
     cells = {}
     for column in range(3):
         cells["AR − GRPO", column] = differences(biased[column], grpo)
-        cells["AR without its bias − GRPO", column] = differences(unbiased[column], grpo)
-        cells["AR without its bias − AR", column] = differences(unbiased[column], biased[column])
+        cells["AR without bias − GRPO", column] = differences(unbiased[column], grpo)
+        cells["AR without bias − AR", column] = differences(unbiased[column], biased[column])
     [table] = tables("R6")
     check_table(table, cells)
     check_text(
         "R6",
-        cells["AR without its bias − AR", 2].loc[5:9],
-        cells["AR without its bias − GRPO", 2].loc[5:9],
-        cells["AR without its bias − GRPO", 1].loc[5:9],
+        cells["AR without bias − AR", 2].loc[5:9],
+        cells["AR without bias − GRPO", 2].loc[5:9],
+        cells["AR without bias − GRPO", 1].loc[5:9],
     )
 
 
@@ -326,12 +326,16 @@ def synthetic(task, method, compared, optimizer="fixed norm"):
 
 
 def test_r7():
-    best = [
+    computed = [
         synthetic("noise at low π", name, "at the best learning rate") for name in ("AR", "Lopti")
     ]
-    check_text("R7", *best)
-    lopti = synthetic("noise at low π", "Lopti", "at equal KL", "AdamW")
-    assert p_value(lopti) > 0.05  # with AdamW its gain is gone
+    for method in ("AR", "Lopti", "AR α = 1", UNBIASED):
+        computed.append(synthetic("noise depends on the first decision", method, "at equal KL"))
+    reversed_lopti = synthetic("noise at low π", "reversed Lopti", "at equal KL")
+    assert shown(reversed_lopti) == shown(synthetic("noise at low π", "Lopti", "at equal KL"))
+    with_adamw = synthetic("noise at low π", "Lopti", "at equal KL", "AdamW")
+    assert p_value(with_adamw) > 0.05
+    check_text("R7", *computed, reversed_lopti, with_adamw)
 
 
 def wordy(method, rate, seeds=range(1000), optimizer="fixed norm"):
@@ -342,7 +346,7 @@ def test_r10():
     cells = {}
     for column, seeds in enumerate((range(100, 110), range(200, 210))):
         for row, method in (
-            ("AR, α = 1, without its bias", UNBIASED),
+            ("AR without bias, α = 1", UNBIASED),
             ("two passes", "two passes"),
         ):
             each = differences(wordy(method, 0.005, seeds), wordy("GRPO", 0.005, seeds))
@@ -350,12 +354,27 @@ def test_r10():
     for row, method in (("Lopti", "Lopti"), ("oracle", "oracle"), ("AR, α = 1", "AR α = 1")):
         cells[row, 0] = differences(wordy(method, 0.005), wordy("GRPO", 0.005))
     cells["AR, α = .3", 0] = differences(wordy("AR", 0.005), wordy("GRPO", 0.005))
-    [table] = tables("R10")
-    check_table(table, cells)
+    longer = wordy("GRPO", 0.007071)  # √2 times .005
+    controls = {("GRPO, longer − GRPO", 0): differences(longer, wordy("GRPO", 0.005))}
+    for row, method in (
+        ("AR without bias, α = 1", UNBIASED),
+        ("two passes", "two passes"),
+        ("Lopti", "Lopti"),
+        ("oracle", "oracle"),
+    ):
+        controls[f"{row} − GRPO, longer", 0] = differences(wordy(method, 0.005), longer)
+    first_table, second_table = tables("R10")
+    check_table(first_table, cells)
+    check_table(second_table, controls)
 
     unbiased = wordy(UNBIASED, 0.005)
     two_passes = wordy("two passes", 0.005)
     lead = at_equal_kl(unbiased, two_passes, lowest=0.0005)
+    over_longer = at_equal_kl(unbiased, longer, lowest=0.0005)
+    of_bias = differences(unbiased, wordy("AR α = 1", 0.005))
+    of_lopti = differences(wordy("Lopti", 0.005), two_passes)
+    assert [len(each) for each in (over_longer, of_bias, of_lopti)] == [10, 10, 10]
+    assert f"(p = {p_value(of_lopti):.3f} without".replace("0.", ".") in section("R10")
     other_jobs = []
     for rate, optimizer in (
         (0.01, "fixed norm"),
@@ -366,15 +385,16 @@ def test_r10():
         job = {"rate": rate, "optimizer": optimizer}
         other_jobs.append(differences(wordy(UNBIASED, **job), wordy("GRPO", **job)))
     assert [len(each) for each in other_jobs] == [5, 4, 3, 2]
-    check_text("R10", lead, lead.loc[200:209], *other_jobs)
+    check_text("R10", lead, lead.loc[200:209], over_longer, of_bias, of_lopti, *other_jobs)
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
-    text = f"Two passes end at a KL of {last_kl(two_passes)}, AR at {ends[0]} to {ends[1]}."
-    assert text in section("R10")
+    text = f"Two passes end at a KL of {last_kl(two_passes)}, AR without bias at {ends[0]} to "
+    text += f"{ends[1]}, and *GRPO, longer* at {last_kl(longer)}."
+    assert text in " ".join(section("R10").split())
 
 
 def test_r11():
-    methods = {"GRPO": runs("R11", "GRPO"), "AR, α = 1, without its bias": runs("R11", UNBIASED)}
+    methods = {"GRPO": runs("R11", "GRPO"), "AR without bias, α = 1": runs("R11", UNBIASED)}
     for method in ("oracle", "AR", "two passes", "Lopti"):
         methods[method] = runs("R11", method)
     [table] = tables("R11")
@@ -388,8 +408,11 @@ def test_r11():
     check_table(table, final)
     for of_cells in (final, training):
         corrected = holm([p_value(each) for each in of_cells.values()])
-        of_oracle = corrected[list(of_cells).index(("oracle", 0))]
-        assert f"(p = {of_oracle:.3f})".replace("0.", ".") in section("R11")
+        p_values = dict(zip(of_cells, corrected, strict=True))
+        assert f"(p = {p_values['oracle', 0]:.3f})".replace("0.", ".") in section("R11")
+        if of_cells is final:
+            unbiased = p_values["AR without bias, α = 1", 0]
+            assert f"(p = {unbiased:.2f})".replace("0.", ".") in section("R11")
     at_one_rate = {"experiment": "R11, first comparison", "learning_rate": 3e-5}
     grpo = runs(method="GRPO", **at_one_rate)
     before = []
