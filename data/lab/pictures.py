@@ -25,7 +25,8 @@ TASKS = {  # the panels of synthetic_tasks.svg: (task, optimizer) → title
         "Low-probability tokens are noise,\nand each step has a fixed norm:\nAR and Lopti help."
     ),
     ("noise at low π", "AdamW"): (
-        "Low-probability tokens are noise,\nand AdamW makes the steps:\nLopti's gain is not significant."
+        "Low-probability tokens are noise,\nand AdamW makes the steps:\n"
+        "Lopti's gain is not significant."
     ),
     ("reward at low π", "fixed norm"): (
         "Low-probability tokens earn the reward,\nand each step has a fixed norm:\n"
