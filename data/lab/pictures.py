@@ -26,7 +26,7 @@ TASKS = {  # the panels of synthetic_tasks.svg: (task, optimizer) → title
     ),
     ("noise at low π", "AdamW"): (
         "Low-probability tokens are noise,\nand AdamW makes the steps:\n"
-        "Lopti's gain is not significant."
+        "AR helps, Lopti not significantly."
     ),
     ("reward at low π", "fixed norm"): (
         "Low-probability tokens earn the reward,\nand each step has a fixed norm:\n"
@@ -108,7 +108,7 @@ def draw_tasks(found):
     label = "accuracy minus GRPO's, where both have the same KL from the initial model"
     figure.supxlabel(f"{label} (mean of 20 seeds, bars: 95 %)", fontsize=13)
     title = "AR and Lopti help where low-probability tokens are noise; with AdamW Lopti's gain is "
-    figure.suptitle(f"{title}small and not significant", x=0.01, ha="left", weight="bold")
+    figure.suptitle(f"{title}not significant", x=0.01, ha="left", weight="bold")
     return figure
 
 

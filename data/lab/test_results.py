@@ -481,3 +481,16 @@ def test_no_part_of_the_hero_moves_between_renderers():
     assert at_the_end
     for text in at_the_end:
         assert text.find(f"{svg}tspan") is None
+
+
+def test_the_share_on_the_hero_is_that_of_its_bars():
+    """A faint bar is as high as the gradient norm of its token; the colours are the two passes."""
+    picture = (RESULTS / "hero.svg").read_text(encoding="utf-8")
+    pattern = r'<path class="(low|high)" [^>]*fill-opacity=".35" d="\S+ 224v-([\d.]+)h'
+    faint = re.findall(pattern, picture)
+    bars = pandas.DataFrame(faint, columns=["group", "height"]).astype({"height": float})
+    counts = bars.group.value_counts()
+    assert f"a step on these {counts['low']} tokens" in picture
+    assert f"on the other {counts['high']} tokens" in picture
+    heights = bars.groupby("group").height.sum()
+    assert f"{100 * heights['low'] / heights.sum():.0f} % of the summed norms" in picture
