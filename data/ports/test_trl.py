@@ -42,7 +42,7 @@ def new_trainer(settings, rollout=None, **changes):
         alpha=settings.alpha,
         eta=settings.eta,
         processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"prompt": "a puzzle"}]),
+        train_dataset=Dataset.from_list([{"prompt": "a puzzle"}] * settings.prompts_per_step),
         optimizers=(check_port.new_optimizer(policy, vars(settings)), None),
         rollout_func=rollout,
     )
@@ -61,7 +61,7 @@ def test_losses_and_gradients_by_trls_own_loss(case):
     batch |= {"completion_ids": torch.ones(new.shape), "completion_mask": mask.long()}
     batch |= {"old_per_token_logps": old, "ref_per_token_logps": ref}
     batch["advantages"] = check_port.float64(case["advantages"])
-    trainer = new_trainer(settings_of(case | {"mini_batch_size": case["group_size"]}))
+    trainer = new_trainer(settings_of(case | {"mini_batch_size": len(case["rewards"])}))
     trainer.current_gradient_accumulation_steps = 1
     trainer._get_per_token_logps_and_entropies = lambda *_, **options: (new, 0 * new, None)
     with mock.patch.object(GRPOTrainer, "_generate_and_score_completions", lambda *_: batch):
