@@ -119,7 +119,7 @@ def main():
     look |= {"lines.linewidth": 2.5, "legend.frameon": False, "legend.fontsize": 12}
     look |= {"figure.constrained_layout.use": True, "svg.hashsalt": "lopti"}
     look |= {"svg.fonttype": "none"}  # text stays text
-    with plt.rc_context(look):
+    with plt.style.context(look, after_reset=True):  # whatever the caller has set
         runs = pandas.read_csv(RESULTS / "runs.csv")
         steps = pandas.read_csv(RESULTS / "steps.csv")
         tasks = pandas.read_csv(RESULTS / "synthetic_tasks.csv")
