@@ -1,7 +1,7 @@
-"""A right port, as short as PyTorch allows: what check_port.py takes at its three levels.
+"""A right port, as short as PyTorch allows: the functions that check_port.py calls.
 
-Put your own loss, passes and optimizer in the place of these. mistakes.diff has changes that make
-it wrong; check_port.py makes them to find what explains the numbers of another port.
+Put your own loss, passes and optimizer in the place of these. mistakes.diff lists changes that make
+this port wrong. check_port.py makes these changes to find what explains the numbers of a port.
 """
 
 from functools import partial
@@ -43,9 +43,9 @@ def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, m
 
 
 def run_passes(logprobs, ref, mask, parameters, optimizer, case):
-    """The passes over the mini-batches; `logprobs()` are the current ones (B, T).
+    """Makes the passes over the mini-batches; `logprobs()` gives the current ones, (B, T).
 
-    Yields after each optimizer step the norm of its gradient before it is clipped.
+    It yields after each optimizer step the norm of its gradient before it is clipped.
     """
     old = logprobs().detach()
     rewards = torch.tensor(case["rewards"], dtype=old.dtype)
@@ -85,7 +85,7 @@ def update(case):
 
 
 def update_model(model, optimizer, case):
-    """The update of a causal language model, which is the reference, too: the gradients' norms."""
+    """The update of a causal language model, which is also the reference: the gradient norms."""
     starts = torch.tensor([[len(prompt)] for prompt in case["prompts"]])  # (B, 1)
     rows = []
     for prompt, response in zip(case["prompts"], case["responses"]):

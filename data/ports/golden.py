@@ -43,7 +43,7 @@ machine (transformers computes a part of a forward pass in float32):
 The equations are computed in plain Python, one token (i, t) at a time: position t of row i. In
 `rollouts` and `model` PyTorch takes the derivatives by log π from there to the weights, and makes
 AdamW's steps. math.fsum rounds alike in every Python. The inputs were drawn at random until every
-clip and every detail of README.md here shows in some case.
+clip and every mistake of mistakes.diff shows in some case.
 """
 
 import json

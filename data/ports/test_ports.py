@@ -92,6 +92,14 @@ def test_golden_json_reaches_every_clip_and_mistake():
             assert any(off_by(port, case) > 0.005 for case in GOLDEN["rollouts"])
 
 
+def test_float32_is_enough():
+    """A right port in float32 differs from golden.json by less than 1e-5."""
+    source = check_port.EXAMPLE.replace("torch.float64", "torch.float32")
+    port = {}
+    exec(source, port)  # noqa: S102
+    assert all(off_by(SimpleNamespace(**port), case) < 1e-5 for case in GOLDEN["rollouts"])
+
+
 # check_port.py, levels 1 and 2 --------------------------------------------------------------------
 
 

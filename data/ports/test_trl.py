@@ -1,4 +1,4 @@
-"""The port to TRL against golden.json; pytest -s prints the differences that README names."""
+"""Compares the port to TRL with golden.json; pytest -s prints the differences that README names."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # mini-batches as gold
 
 
 def new_trainer(settings, rollout=None, **changes):
-    """A LoptiTrainer whose rewards are advantages already: TRL's own have another ε, 1e-4."""
+    """A LoptiTrainer whose rewards are advantages already, because TRL's own have another ε, 1e-4."""
     policy, tokenizer = lopti.load_model("", "cpu")
     options = trl_lopti.trl_settings(settings) | {"scale_rewards": "none"} | changes
     return trl_lopti.LoptiTrainer(
@@ -53,7 +53,7 @@ CASES = [case for case in check_port.GOLDEN["cases"] if "beyond its clamp" not i
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])  # TRL does not clamp the KL
 def test_losses_and_gradients_by_trls_own_loss(case):
-    """Eq. 4, clips, passes and N; in an evaluation TRL's own advantages and tokens."""
+    """TRL's own loss gives golden.json's losses and gradients; an evaluation stays as TRL's."""
     new, old, ref = [check_port.float64(case[f"{of}_logprobs"]) for of in ("new", "old", "ref")]
     new.requires_grad_()
     mask = torch.arange(new.shape[1]) < torch.tensor(case["lengths"])[:, None]
@@ -111,7 +111,7 @@ def compare(case, processes):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_updates_of_the_bundled_model(processes, tmp_path):
-    """By TRL's own loop: the passes, N over micro-batches and processes, the steps it skips."""
+    """TRL's own loop makes the updates of level 3, in one process and in two."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={processes}", __file__, tmp_path / "table.json"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
