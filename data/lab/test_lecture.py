@@ -67,9 +67,9 @@ def test_the_functions_that_the_student_writes(capsys):
 
     names = {"SimpleNamespace": SimpleNamespace, "check_port": check_port}
     run(cell, **names)
-    weights, split = capsys.readouterr().out.splitlines()
-    assert weights == "reweight_advantages: the advantages are not weighted by Eq. 4"
-    assert split.startswith("split_tokens: Wrong")
+    weights, *split = capsys.readouterr().out.splitlines()
+    assert weights == "reweight_advantages: Wrong: the advantages are not weighted by Eq. 4"
+    assert split[0].startswith("split_tokens: Wrong")
     assert said("", "") == "reweight_advantages: Right.\nsplit_tokens: Right.\n"
     for change in (("< eta", "<= eta"), ("mask & ~low", "~low"), ("mask & (", "(")):
         assert "split_tokens: Wrong" in said(*change)
