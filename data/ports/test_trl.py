@@ -32,7 +32,7 @@ grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # mini-batches as gold
 
 
 def new_trainer(settings, rollout=None, **changes):
-    """A LoptiTrainer whose rewards are advantages already, because TRL's own have another ε, 1e-4."""
+    """A LoptiTrainer whose rewards are advantages already: TRL's own have another ε."""
     policy, tokenizer = lopti.load_model("", "cpu")
     options = trl_lopti.trl_settings(settings) | {"scale_rewards": "none"} | changes
     return trl_lopti.LoptiTrainer(
