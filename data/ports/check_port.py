@@ -305,7 +305,9 @@ def check_model_update(update_model):
 def main(words=None):
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
-    parser.add_argument("port", metavar="MODULE[:FUNCTION]", help="yours")
+    parser.add_argument(
+        "port", metavar="MODULE[:FUNCTION]", help="your module, and at levels 2 and 3 its function"
+    )
     parser.add_argument("--model", action="store_true", help="FUNCTION updates a language model")
     flags = parser.parse_args(words)
     module_name, _, function_name = flags.port.partition(":")
