@@ -29,6 +29,7 @@ PAGE = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
 RUNS = pandas.read_csv(RESULTS / "runs.csv")
 STEPS = pandas.read_csv(RESULTS / "steps.csv")
 TASKS = pandas.read_csv(RESULTS / "synthetic_tasks.csv")
+FIRST_STEPS = pandas.read_csv(RESULTS / "first_steps.csv", dtype=str)
 INTERVAL = re.compile(r"[+−]?\.\d+ ± \.\d+")  # as in "+.012 ± .019"
 FINAL = "final_accuracy"
 UNBIASED = "AR α = 1 without bias"
@@ -37,8 +38,9 @@ UNBIASED = "AR α = 1 without bias"
 
 
 def section(name):
-    """The text of the section R1, R2 or so, without its heading."""
-    return PAGE.split(f"\n## {name}. ")[1].split("\n## ")[0].partition("\n")[2]
+    """The text of the section R1, R2 or so, without its heading, and then its note."""
+    text = PAGE.split(f"\n## {name}. ")[1].split("\n## ")[0].partition("\n")[2]
+    return text + PAGE.partition(f"\n### {name}\n")[2].split("\n### ")[0]
 
 
 def tables(name):
@@ -69,10 +71,15 @@ def check_table(table, *accuracies):
             assert ("±" in cell) == ((row, column) in checked), (row, column)
 
 
+def text_of(name):
+    """A section without its tables, as one line."""
+    lines = [line for line in section(name).splitlines() if not line.startswith("|")]
+    return " ".join(" ".join(lines).split())
+
+
 def check_text(name, *computed):
     """Outside its tables a section has the intervals of these differences and no others."""
-    lines = [line for line in section(name).splitlines() if not line.startswith("|")]
-    written = {text.lstrip("+") for text in INTERVAL.findall(" ".join(lines))}
+    written = {text.lstrip("+") for text in INTERVAL.findall(text_of(name))}
     assert written == {shown(each).lstrip("+") for each in computed}
 
 
@@ -155,13 +162,37 @@ def test_runs_csv_agrees_with_steps_csv():
 # R1 to R11 ----------------------------------------------------------------------------------------
 
 
+def first_step(model, measured):
+    """A line of first_steps.csv as the page writes it; a gain has its sign."""
+    chosen = FIRST_STEPS[(FIRST_STEPS.model == model) & (FIRST_STEPS.measured == measured)]
+    [(value, half)] = chosen[["value", "half_interval"]].to_numpy()
+    if float(value) == 0:
+        value = "0"
+    elif measured.startswith("gain") and not value.startswith("-"):
+        value = f"+{value}"
+    return re.sub(r"\b0\.", ".", f"{value} ± {half}").replace("-", "−")
+
+
+def check_first_steps(table, columns, bold):
+    """Each cell is in first_steps.csv; in the columns `bold` it is bold if it excludes 0."""
+    for model, cells in table.items():
+        for measured, cell in zip(columns, cells, strict=True):
+            text = first_step(model, measured)
+            value, half = text.replace("−", "-").split(" ± ")
+            if measured in bold and abs(float(value)) > float(half):
+                text = f"**{text}**"
+            assert cell == text, (model, measured)
+
+
 def test_r1_is_its_csv_and_what_diagnose_printed():
     """The bundled model's column is what today's program printed for its record."""
     printed = (RESULTS / "diagnose_tiny.txt").read_text(encoding="utf-8").splitlines()
     norms = pandas.read_csv(RESULTS / "r1.csv").set_index(["model", "tokens"])
     names = {"π < .25": "π < .25", ".25 ≤ π < .5": ".25 to .5", ".5 ≤ π < .75": ".5 to .75"}
     names["π ≥ .75"] = "π ≥ .75"
-    [table] = tables("R1")
+    table, changes = tables("R1")
+    updates = ["update on π < .25", "update on π ≥ .75", "difference of the two updates"]
+    check_first_steps(changes, updates, bold=updates[2:])
     for tokens, cells in table.items():
         for model, cell in zip(("the paper's 7B model", "SmolLM2", "bundled"), cells, strict=True):
             row = norms.loc[model, tokens]
@@ -185,7 +216,7 @@ def test_r2_is_its_csv():
         assert cells == [re.sub(r"\b0\.", ".", text).replace("-", "−") for text in written]
     seven = shares[shares.one_of_seven]
     assert seven.share_of_mean_gradient.sum() == pytest.approx(1)
-    assert f"add up to {seven.share_of_squared_norm.sum():.2f}" in section("R2")
+    assert f"add up to {seven.share_of_squared_norm.sum():.2f}" in text_of("R2")
 
 
 def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
@@ -231,7 +262,8 @@ def test_r3_by_the_formulas():
     p_values = dict(zip(both_models, corrected, strict=True))
     two_passes = p_values["two passes − GRPO", 1]
     lopti = p_values["Lopti − GRPO", 1]
-    assert f"(p = {two_passes:.2f}; Lopti p = {lopti:.3f})".replace("0.", ".") in section("R3")
+    text = f"(after correction p = {two_passes:.2f}, and {lopti:.3f} for Lopti)"
+    assert text.replace("0.", ".") in text_of("R3")
     final = []
     for method in ("oracle", "AR", "Lopti", "two passes", "AR + Lopti"):
         final.append(differences(methods[method], methods["GRPO"], FINAL))
@@ -257,7 +289,7 @@ def test_r4():
     assert f"(GRPO: {last_kl(grpo)})" in section("R4")
     check_text("R4")
     interval = stats.ttest_1samp(equal_kl["two passes", 1], 0).confidence_interval()
-    assert "The interval of two passes excludes −.08" in section("R4") and interval.low > -0.08
+    assert "The interval of two passes excludes −.08" in text_of("R4") and interval.low > -0.08
 
 
 def early(of_runs):
@@ -285,6 +317,8 @@ def test_r5():
             accuracies[column][f"{name} − reversed Lopti", column] = each
     [table] = tables("R5")
     check_table(table, *accuracies)
+    example = f"*Lopti − reversed Lopti: {table['Lopti − reversed Lopti'][0]}*"
+    assert example in PAGE  # the number that *How to read this page* explains
     one_wording = {"model": "one-wording"}
     wordy = {"model": "wordy", "learning_rate": 0.005}
     check_text(
@@ -326,16 +360,56 @@ def synthetic(task, method, compared, optimizer="fixed norm"):
 
 
 def test_r7():
+    """The table has all tasks of the file, with the two averages of the rule."""
     computed = [
         synthetic("noise at low π", name, "at the best learning rate") for name in ("AR", "Lopti")
     ]
-    for method in ("AR", "Lopti", "AR α = 1", UNBIASED):
-        computed.append(synthetic("noise depends on the first decision", method, "at equal KL"))
-    reversed_lopti = synthetic("noise at low π", "reversed Lopti", "at equal KL")
-    assert shown(reversed_lopti) == shown(synthetic("noise at low π", "Lopti", "at equal KL"))
-    with_adamw = synthetic("noise at low π", "Lopti", "at equal KL", "AdamW")
-    assert p_value(with_adamw) > 0.05
-    check_text("R7", *computed, reversed_lopti, with_adamw)
+    last = "noise depends on the first decision"
+    check_text("R7", *computed, synthetic(last, UNBIASED, "at equal KL"))
+    [table] = tables("R7")
+    cells = {}
+    for job in pandas.read_csv(RESULTS / "synthetic_rule.csv").itertuples():
+        row = f"{job.task}, AdamW" if job.optimizer == "AdamW" else job.task
+        averages = [job.mean_pi_by_mean_gradient, job.mean_pi_by_squared_norm]
+        assert table[row][:2] == [f"{each:.2f}".removeprefix("0") for each in averages]
+        for column, method in enumerate(("AR", "AR α = 1", "Lopti", "reversed Lopti"), start=2):
+            cells[row, column] = synthetic(job.task, method, "at equal KL", job.optimizer)
+    assert len(table) == len(TASKS[["task", "optimizer"]].drop_duplicates())
+    check_table(table, cells)
+
+
+def test_r8_and_r9():
+    """Their tables and every interval beside them are in first_steps.csv."""
+    descent = ["gain of AR α = .3, gradient descent", "gain of Lopti, gradient descent"]
+    adamw = ["gain of AR α = .3, AdamW", "gain of Lopti, AdamW"]
+    [table] = tables("R8")
+    check_first_steps(table, descent + adamw, bold=descent + adamw)
+    [table] = tables("R9")
+    norms = "norm of π < .25 / norm of π ≥ .75"
+    check_first_steps(table, [norms, *descent], bold=descent)
+
+    beside = {}
+    beside["R8"] = [
+        first_step("bundled", f"gain of AR {method}")
+        for method in (
+            "α = 1, gradient descent",
+            "α = 1 without bias, gradient descent",
+            "α = 1, AdamW",
+            "α = 1 without bias, AdamW",
+            "α = .3 without bias, gradient descent",
+        )
+    ]
+    fine_tuning = [norms, *descent]
+    beside["R9"] = [first_step("bundled, fine-tuning", each) for each in fine_tuning]
+    for name, expected in beside.items():
+        written = re.findall(r"[+−]?[\d.]+ ± [\d.]+", text_of(name))
+        assert sorted(written) == sorted(expected)
+    shares = []
+    for model in ("one-wording", "bundled", "wordy", "SmolLM2"):
+        mean = first_step(model, "share of the mean gradient, π < .25").split(" ± ")[0]
+        squared = first_step(model, "share of the squared norm, π < .25").split(" ± ")[0]
+        shares.append(f"{model} {mean} ({squared})")
+    assert ", ".join(shares) in text_of("R8")
 
 
 def wordy(method, rate, seeds=range(1000), optimizer="fixed norm"):
@@ -363,7 +437,7 @@ def test_r10():
         ("oracle", "oracle"),
     ):
         controls[f"{row} − GRPO, longer", 0] = differences(wordy(method, 0.005), longer)
-    first_table, second_table = tables("R10")
+    first_table, second_table, third_table = tables("R10")
     check_table(first_table, cells)
     check_table(second_table, controls)
 
@@ -374,23 +448,24 @@ def test_r10():
     of_bias = differences(unbiased, wordy("AR α = 1", 0.005))
     of_lopti = differences(wordy("Lopti", 0.005), two_passes)
     assert [len(each) for each in (over_longer, of_bias, of_lopti)] == [10, 10, 10]
-    assert f"(p = {p_value(of_lopti):.3f} without".replace("0.", ".") in section("R10")
-    other_jobs = []
-    for rate, optimizer in (
-        (0.01, "fixed norm"),
-        (0.02, "fixed norm"),
-        (5e-5, "AdamW"),
-        (1e-4, "AdamW"),
+    assert f"(p = {p_value(of_lopti):.3f} without".replace("0.", ".") in text_of("R10")
+    other_jobs = {}
+    for row, rate, optimizer in (
+        ("fixed norm .01", 0.01, "fixed norm"),
+        ("fixed norm .02", 0.02, "fixed norm"),
+        ("AdamW, 5e-5", 5e-5, "AdamW"),
+        ("AdamW, 1e-4", 1e-4, "AdamW"),
     ):
         job = {"rate": rate, "optimizer": optimizer}
-        other_jobs.append(differences(wordy(UNBIASED, **job), wordy("GRPO", **job)))
-    assert [len(each) for each in other_jobs] == [5, 4, 3, 2]
-    check_text("R10", lead, lead.loc[200:209], over_longer, of_bias, of_lopti, *other_jobs)
+        other_jobs[row, 0] = differences(wordy(UNBIASED, **job), wordy("GRPO", **job))
+        assert third_table[row][1] == str(len(other_jobs[row, 0]))
+    check_table(third_table, other_jobs)
+    check_text("R10", lead, lead.loc[200:209], over_longer, of_bias, of_lopti)
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
-    text = f"Two passes end at a KL of {last_kl(two_passes)}, AR without bias at {ends[0]} to "
-    text += f"{ends[1]}, and *GRPO, longer* at {last_kl(longer)}."
-    assert text in " ".join(section("R10").split())
+    text = f"they end at a KL of {last_kl(two_passes)}, AR without bias at {ends[0]} to {ends[1]}."
+    assert text in text_of("R10")
+    assert f"*GRPO, longer* ends at a KL of {last_kl(longer)};" in text_of("R10")
 
 
 def test_r11():
@@ -409,10 +484,13 @@ def test_r11():
     for of_cells in (final, training):
         corrected = holm([p_value(each) for each in of_cells.values()])
         p_values = dict(zip(of_cells, corrected, strict=True))
-        assert f"(p = {p_values['oracle', 0]:.3f})".replace("0.", ".") in section("R11")
+        p = f"{p_values['oracle', 0]:.3f}".replace("0.", ".")
         if of_cells is final:
+            assert f"The oracle's p is {p} after correction" in text_of("R11")
             unbiased = p_values["AR without bias, α = 1", 0]
-            assert f"(p = {unbiased:.2f})".replace("0.", ".") in section("R11")
+            assert f"(p = {unbiased:.2f})".replace("0.", ".") in text_of("R11")
+        else:
+            assert f"that is significant (p = {p})" in text_of("R11")
     at_one_rate = {"experiment": "R11, first comparison", "learning_rate": 3e-5}
     grpo = runs(method="GRPO", **at_one_rate)
     before = []
@@ -421,9 +499,10 @@ def test_r11():
     check_text("R11", training["oracle", 0], *before)
     lopti = methods["Lopti"][FINAL]
     two_passes = methods["two passes"][FINAL]
-    ends = f"from {lopti.min():.3f} to {lopti.max():.3f} with Lopti, and "
-    ends += f"from {two_passes.min():.3f} to {two_passes.max():.3f} with two passes"
-    assert ends.replace("0.", ".") in " ".join(section("R11").split())
+    ends = f"of Lopti's runs goes from {lopti.min():.3f} to {lopti.max():.3f}"
+    assert ends.replace("0.", ".") in text_of("R11")
+    ends = f"with two passes goes from {two_passes.min():.3f} to {two_passes.max():.3f}"
+    assert ends.replace("0.", ".") in text_of("R11")
 
 
 def test_r11_takes_each_method_at_its_best_rate():
