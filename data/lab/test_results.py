@@ -6,6 +6,7 @@ python -m pytest -q data/lab/test_results.py
 import contextlib
 import doctest
 import io
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -87,7 +88,7 @@ def check_text(name, *computed):
 
 
 def runs(experiment, method, **others):
-    """The runs of a method, with a row for each seed. The model is the bundled one if not given."""
+    """The runs of a method, with a row for each seed: of one model and one learning rate."""
     chosen = RUNS
     for column, value in {"experiment": experiment, "method": method, **others}.items():
         chosen = chosen[chosen[column].isin(value if isinstance(value, range) else [value])]
@@ -144,7 +145,17 @@ def at_equal_kl(first, second, lowest):
 
 def last_kl(of_runs):
     last = STEPS[STEPS.run.isin(of_runs.run)].groupby("run").kl.last()
-    return f"{last.mean():.3f}".replace("0.", ".")
+    return short(last.mean())
+
+
+def first_accuracy(of_runs):
+    first = STEPS[STEPS.run.isin(of_runs.run) & (STEPS.step == 1)]
+    return short(first.accuracy.mean())
+
+
+def short(number):
+    """.676 for 0.6756."""
+    return f"{number:.3f}".replace("0.", ".")
 
 
 def test_holms_correction_by_hand():
@@ -216,7 +227,7 @@ def test_r2_is_its_csv():
         assert cells == [re.sub(r"\b0\.", ".", text).replace("-", "−") for text in written]
     seven = shares[shares.one_of_seven]
     assert seven.share_of_mean_gradient.sum() == pytest.approx(1)
-    assert f"add up to {seven.share_of_squared_norm.sum():.2f}" in text_of("R2")
+    assert f"(here to {seven.share_of_squared_norm.sum():.2f})" in text_of("R2")
 
 
 def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
@@ -264,6 +275,15 @@ def test_r3_by_the_formulas():
     lopti = p_values["Lopti − GRPO", 1]
     text = f"(after correction p = {two_passes:.2f}, and {lopti:.3f} for Lopti)"
     assert text.replace("0.", ".") in text_of("R3")
+    smollm2 = RUNS[RUNS.experiment.eq("R3") & RUNS.model.eq("SmolLM2") & RUNS.method.eq("GRPO")]
+    text = (
+        "GRPO's accuracy is {} on the bundled model ({} in the first step) and {} on SmolLM2 ({} in"
+    )
+    levels = []
+    for of_model in (methods["GRPO"], smollm2):
+        levels += [short(of_model.training_accuracy.mean()), first_accuracy(of_model)]
+    assert text.format(*levels) in text_of("R3")
+    assert f"whose final accuracy is {short(methods['GRPO'][FINAL].mean())}:" in text_of("R3")
     final = []
     for method in ("oracle", "AR", "Lopti", "two passes", "AR + Lopti"):
         final.append(differences(methods[method], methods["GRPO"], FINAL))
@@ -286,7 +306,9 @@ def test_r4():
         equal_kl[row, 1] = at_equal_kl(of_method, grpo, lowest=0.006)
         assert table[row][2] == last_kl(of_method)
     check_table(table, in_training, equal_kl)
-    assert f"(GRPO: {last_kl(grpo)})" in section("R4")
+    level = short(grpo.training_accuracy.mean())
+    text = f"GRPO ends at a KL of {last_kl(grpo)} and has an accuracy of {level} in training."
+    assert text in text_of("R4")
     check_text("R4")
     interval = stats.ttest_1samp(equal_kl["two passes", 1], 0).confidence_interval()
     assert "The interval of two passes excludes −.08" in text_of("R4") and interval.low > -0.08
@@ -299,35 +321,39 @@ def early(of_runs):
 
 
 def test_r5():
-    lopti = early(runs("R3", "Lopti", model="bundled"))
-    two_passes = early(runs("R3", "two passes", model="bundled"))
-    reverse = early(runs("R5", "reversed Lopti", model="bundled"))
+    bundled = {}
+    for experiment, method in (
+        ("R3", "Lopti"),
+        ("R3", "two passes"),
+        ("R5", "random split"),
+        ("R5", "reversed Lopti"),
+    ):
+        bundled[method] = early(runs(experiment, method, model="bundled"))
     new_seeds = differences(
         runs("R4", "Lopti", learning_rate=1e-4), runs("R4", "two passes", learning_rate=1e-4)
     )
-    random_split = runs("R5", "random split")
-    accuracies = [{}, {}, {}]
-    accuracies[0]["Lopti − two passes", 0] = pandas.concat(
-        [differences(lopti, two_passes), new_seeds]
-    )
-    accuracies[0]["random split − Lopti", 0] = differences(random_split, lopti)
-    for column, measure in enumerate(("training_accuracy", "early", FINAL)):
-        for name, of_method in (("Lopti", lopti), ("two passes", two_passes)):
-            each = differences(of_method, reverse, measure)
-            accuracies[column][f"{name} − reversed Lopti", column] = each
+    in_training = {}
+    of_early_steps = {}
+    final = {}
     [table] = tables("R5")
-    check_table(table, *accuracies)
+    for row in table:
+        first, second = row.split(" − ")
+        of_both = [bundled[first], bundled[second]]
+        in_training[row, 0] = differences(*of_both)
+        of_early_steps[row, 1] = differences(*of_both, "early")
+        final[row, 2] = differences(*of_both, FINAL)
+        if first != "random split":
+            of_both = [runs("R5", method, model="one-wording") for method in (first, second)]
+            in_training[row, 3] = differences(*of_both)
+        in_training[row, 4] = differences(wordy(first, 0.005), wordy(second, 0.005))
+    in_training["Lopti − two passes", 0] = pandas.concat(
+        [in_training["Lopti − two passes", 0], new_seeds]
+    )
+    assert len(in_training["Lopti − two passes", 0]) == 20
+    check_table(table, in_training, of_early_steps, final)
     example = f"*Lopti − reversed Lopti: {table['Lopti − reversed Lopti'][0]}*"
     assert example in PAGE  # the number that *How to read this page* explains
-    one_wording = {"model": "one-wording"}
-    wordy = {"model": "wordy", "learning_rate": 0.005}
-    check_text(
-        "R5",
-        differences(
-            runs("R5", "Lopti", **one_wording), runs("R5", "reversed Lopti", **one_wording)
-        ),
-        differences(runs("R10", "Lopti", **wordy), runs("R10", "reversed Lopti", **wordy)),
-    )
+    check_text("R5")
 
 
 def test_r6():
@@ -339,16 +365,20 @@ def test_r6():
     cells = {}
     for column in range(3):
         cells["AR − GRPO", column] = differences(biased[column], grpo)
-        cells["AR without bias − GRPO", column] = differences(unbiased[column], grpo)
-        cells["AR without bias − AR", column] = differences(unbiased[column], biased[column])
+        cells["unbiased AR − GRPO", column] = differences(unbiased[column], grpo)
+        cells["unbiased AR − AR", column] = differences(unbiased[column], biased[column])
     [table] = tables("R6")
     check_table(table, cells)
     check_text(
         "R6",
-        cells["AR without bias − AR", 2].loc[5:9],
-        cells["AR without bias − GRPO", 2].loc[5:9],
-        cells["AR without bias − GRPO", 1].loc[5:9],
+        cells["unbiased AR − AR", 2].loc[5:9],
+        cells["unbiased AR − GRPO", 2].loc[5:9],
+        cells["unbiased AR − GRPO", 1].loc[5:9],
     )
+    levels = [short(biased[2].training_accuracy.mean()), first_accuracy(grpo)]
+    levels.append(short(grpo.training_accuracy.mean()))
+    text = "with α = 1 the accuracy in training is {}, little more than the {} of the first step, "
+    assert (text + "whereas GRPO's is {}.").format(*levels) in text_of("R6")
 
 
 def synthetic(task, method, compared, optimizer="fixed norm"):
@@ -361,9 +391,9 @@ def synthetic(task, method, compared, optimizer="fixed norm"):
 
 def test_r7():
     """The table has all tasks of the file, with the two averages of the rule."""
-    computed = [
-        synthetic("noise at low π", name, "at the best learning rate") for name in ("AR", "Lopti")
-    ]
+    computed = []
+    for method in ("AR", "AR α = 1", "Lopti"):
+        computed.append(synthetic("noise at low π", method, "at the best learning rate"))
     last = "noise depends on the first decision"
     check_text("R7", *computed, synthetic(last, UNBIASED, "at equal KL"))
     [table] = tables("R7")
@@ -389,21 +419,27 @@ def test_r8_and_r9():
     check_first_steps(table, [norms, *descent], bold=descent)
 
     beside = {}
-    beside["R8"] = [
-        first_step("bundled", f"gain of AR {method}")
-        for method in (
-            "α = 1, gradient descent",
-            "α = 1 without bias, gradient descent",
-            "α = 1, AdamW",
-            "α = 1 without bias, AdamW",
-            "α = .3 without bias, gradient descent",
-        )
-    ]
+    beside["R8"] = []
+    for model, method in (
+        ("bundled", "α = 1, gradient descent"),
+        ("bundled", "α = 1 without bias, gradient descent"),
+        ("bundled", "α = 1, AdamW"),
+        ("bundled", "α = 1 without bias, AdamW"),
+        ("bundled", "α = .3 without bias, gradient descent"),
+        ("wordy", "α = 1, gradient descent"),
+        ("wordy", "α = 1 without bias, gradient descent"),
+    ):
+        beside["R8"].append(first_step(model, f"gain of AR {method}"))
+    trained = tables("R10")[0]
+    for row in ("AR, α = 1", "unbiased AR, α = 1"):
+        beside["R8"].append(trained[row][0].strip("*"))
     fine_tuning = [norms, *descent]
     beside["R9"] = [first_step("bundled, fine-tuning", each) for each in fine_tuning]
     for name, expected in beside.items():
-        written = re.findall(r"[+−]?[\d.]+ ± [\d.]+", text_of(name))
-        assert sorted(written) == sorted(expected)
+        written = re.findall(r"[+−]?[\d.]+ ± [\d.]*\d", text_of(name))
+        # The text says *a gain of 49.6*, not of +49.6.
+        without_plus = [[text.lstrip("+") for text in each] for each in (written, expected)]
+        assert sorted(without_plus[0]) == sorted(without_plus[1])
     shares = []
     for model in ("one-wording", "bundled", "wordy", "SmolLM2"):
         mean = first_step(model, "share of the mean gradient, π < .25").split(" ± ")[0]
@@ -420,7 +456,7 @@ def test_r10():
     cells = {}
     for column, seeds in enumerate((range(100, 110), range(200, 210))):
         for row, method in (
-            ("AR without bias, α = 1", UNBIASED),
+            ("unbiased AR, α = 1", UNBIASED),
             ("two passes", "two passes"),
         ):
             each = differences(wordy(method, 0.005, seeds), wordy("GRPO", 0.005, seeds))
@@ -429,14 +465,15 @@ def test_r10():
         cells[row, 0] = differences(wordy(method, 0.005), wordy("GRPO", 0.005))
     cells["AR, α = .3", 0] = differences(wordy("AR", 0.005), wordy("GRPO", 0.005))
     longer = wordy("GRPO", 0.007071)  # √2 times .005
-    controls = {("GRPO, longer − GRPO", 0): differences(longer, wordy("GRPO", 0.005))}
+    controls = {}
     for row, method in (
-        ("AR without bias, α = 1", UNBIASED),
+        ("GRPO", "GRPO"),
+        ("unbiased AR, α = 1", UNBIASED),
         ("two passes", "two passes"),
         ("Lopti", "Lopti"),
         ("oracle", "oracle"),
     ):
-        controls[f"{row} − GRPO, longer", 0] = differences(wordy(method, 0.005), longer)
+        controls[row, 0] = differences(wordy(method, 0.005), longer)
     first_table, second_table, third_table = tables("R10")
     check_table(first_table, cells)
     check_table(second_table, controls)
@@ -446,9 +483,7 @@ def test_r10():
     lead = at_equal_kl(unbiased, two_passes, lowest=0.0005)
     over_longer = at_equal_kl(unbiased, longer, lowest=0.0005)
     of_bias = differences(unbiased, wordy("AR α = 1", 0.005))
-    of_lopti = differences(wordy("Lopti", 0.005), two_passes)
-    assert [len(each) for each in (over_longer, of_bias, of_lopti)] == [10, 10, 10]
-    assert f"(p = {p_value(of_lopti):.3f} without".replace("0.", ".") in text_of("R10")
+    assert [len(each) for each in (over_longer, of_bias)] == [10, 10]
     other_jobs = {}
     for row, rate, optimizer in (
         ("fixed norm .01", 0.01, "fixed norm"),
@@ -460,16 +495,46 @@ def test_r10():
         other_jobs[row, 0] = differences(wordy(UNBIASED, **job), wordy("GRPO", **job))
         assert third_table[row][1] == str(len(other_jobs[row, 0]))
     check_table(third_table, other_jobs)
-    check_text("R10", lead, lead.loc[200:209], over_longer, of_bias, of_lopti)
+    check_text("R10", lead, lead.loc[200:209], over_longer, of_bias)
+    levels = []
+    for part in (wordy("GRPO", 0.005, range(100, 110)), wordy("GRPO", 0.005, range(200, 210))):
+        levels.append([short(part.training_accuracy.mean()), first_accuracy(part)])
+    (first_level, first_start), (new_level, new_start) = levels
+    text = f"GRPO's accuracy is {first_level} and {new_level} ({first_start} and {new_start} in the"
+    assert text in text_of("R10")
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
-    text = f"they end at a KL of {last_kl(two_passes)}, AR without bias at {ends[0]} to {ends[1]}."
+    text = f"they end at a KL of {last_kl(two_passes)}, unbiased AR at {ends[0]} to {ends[1]}."
     assert text in text_of("R10")
-    assert f"*GRPO, longer* ends at a KL of {last_kl(longer)};" in text_of("R10")
+    assert f"Long-step GRPO ends at a KL of {last_kl(longer)};" in text_of("R10")
+
+
+def earlier_comparison():
+    """R11's differences from GRPO at one learning rate. One is significant, Lopti's in training."""
+    of_methods = {}
+    for method in ("GRPO", "two passes", "Lopti", "oracle", "AR", UNBIASED):
+        of_methods[method] = runs("R11, first comparison", method, learning_rate=3e-5)
+    named = []
+    for measure in ("training_accuracy", FINAL):
+        cells = {}
+        for method, other in itertools.product(of_methods, ("GRPO", "two passes")):
+            if method not in ("GRPO", other):
+                cells[method, other] = differences(of_methods[method], of_methods[other], measure)
+        corrected = holm([p_value(each) for each in cells.values()])
+        p_values = dict(zip(cells, corrected, strict=True))
+        significant = [pair for pair, p in p_values.items() if p < 0.05]
+        if measure == FINAL:
+            assert not significant
+        else:
+            assert significant == [("Lopti", "GRPO")]
+            p = short(p_values["Lopti", "GRPO"])
+            assert f"p of Lopti's gain in training is {p} after correction" in text_of("R11")
+        named += [cells[method, "GRPO"] for method in ("Lopti", "two passes", "oracle")]
+    return named
 
 
 def test_r11():
-    methods = {"GRPO": runs("R11", "GRPO"), "AR without bias, α = 1": runs("R11", UNBIASED)}
+    methods = {"GRPO": runs("R11", "GRPO"), "unbiased AR, α = 1": runs("R11", UNBIASED)}
     for method in ("oracle", "AR", "two passes", "Lopti"):
         methods[method] = runs("R11", method)
     [table] = tables("R11")
@@ -486,17 +551,16 @@ def test_r11():
         p_values = dict(zip(of_cells, corrected, strict=True))
         p = f"{p_values['oracle', 0]:.3f}".replace("0.", ".")
         if of_cells is final:
-            assert f"The oracle's p is {p} after correction" in text_of("R11")
-            unbiased = p_values["AR without bias, α = 1", 0]
+            assert min(corrected) > 0.05
+            assert f"For the oracle p is {p} after correction." in text_of("R11")
+            unbiased = p_values["unbiased AR, α = 1", 0]
             assert f"(p = {unbiased:.2f})".replace("0.", ".") in text_of("R11")
         else:
             assert f"that is significant (p = {p})" in text_of("R11")
-    at_one_rate = {"experiment": "R11, first comparison", "learning_rate": 3e-5}
-    grpo = runs(method="GRPO", **at_one_rate)
-    before = []
-    for method in ("Lopti", "two passes", "oracle"):
-        before.append(differences(runs(method=method, **at_one_rate), grpo, FINAL))
-    check_text("R11", training["oracle", 0], *before)
+    grpo = methods["GRPO"]
+    text = f"GRPO's final accuracy is {short(grpo[FINAL].mean())} ({first_accuracy(grpo)} in the"
+    assert text in text_of("R11")
+    check_text("R11", training["oracle", 0], *earlier_comparison())
     lopti = methods["Lopti"][FINAL]
     two_passes = methods["two passes"][FINAL]
     ends = f"of Lopti's runs goes from {lopti.min():.3f} to {lopti.max():.3f}"
