@@ -4,28 +4,40 @@
     python data/ports/check_port.py my_port:update                 # 2. updates of a small table
     python data/ports/check_port.py --model my_port:update_model   # 3. updates of a language model
 
-my_port.py is your file, in the current folder; example_port.py beside this file is a right port.
+my_port.py is your file, in the current folder. The easiest way to write it is to copy
+example_port.py beside this file, which is right, and to let its functions call your code.
 
-1. Any of these functions, on float64 tensors that are padded on the right:
-    group_advantages(rewards, group_size): (B,) → (B,)
-    reweight_advantages(advantages, old_logprobs, alpha): (B, T), (B, T) → (B, T)
-    split_tokens(old_logprobs, mask, eta): (B, T), (B, T) → two masks (B, T), low and high
+B is the number of responses, T the number of tokens of the longest, and V the size of the
+vocabulary. A group is group_size responses that follow one another.
+
+1. Any of these functions. They get float64 tensors, padded on the right.
+    group_advantages(rewards, group_size): (B,) → (B,). The advantages Â of Eq. 1.
+    reweight_advantages(advantages, old_logprobs, alpha): (B, T), (B, T) → (B, T). Eq. 4.
+    split_tokens(old_logprobs, mask, eta): (B, T), (B, T) → (B, T), (B, T). The masks of the
+        low-probability tokens and of the others.
     policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, mask, case):
-        (B, T) each → a scalar, whose gradient is compared, too. `update_mask` has the tokens of the
-        pass, `mask` all response tokens, `case` has clip_low, clip_high, clip_dual and kl_coef.
-2. update(case) makes a whole update with your loss, passes and optimizer. Its policy is a table
-   (V, V): row i holds the logits of the token after token i. `case` has what golden.py calls
-   inputs. update returns the table after each optimizer step.
-3. update_model(model, optimizer, case) makes a whole update of the bundled model. `model` is a
-   causal model of transformers, `optimizer` an AdamW over its weights; `case` has for each of B
-   responses its prompt, in `prompts`, and its token ids, in `responses`. update_model returns the
-   gradient norm of each optimizer step, before it is clipped, and 0 for a step that is skipped.
+        (B, T) each → a scalar. The loss of a mini-batch; its gradient is compared, too.
+        `update_mask` has the tokens of the pass, and `mask` all response tokens. `case` has
+        clip_low, clip_high, clip_dual and kl_coef.
+2. update(case) → tables (V, V). It makes a whole update, with your loss, passes and optimizer, of a
+    policy that is a table: row i holds the logits of the token after token i. It returns a copy of
+    the table after each optimizer step, and also after one that is skipped. `case` has the table,
+    that of the reference, prompts, responses, rewards and all settings, in the names that golden.py
+    explains under `rollouts`. With eta 0 there is one pass.
+3. update_model(model, optimizer, case) → numbers. It makes a whole update of the bundled model, a
+    causal model of transformers, with the given AdamW. The reference is the model before the
+    update. It returns the gradient norm of each optimizer step before it is clipped, and 0 for a
+    step that is skipped. `case` has the token ids of B prompts and B responses, rewards and
+    settings.
 
-If level 1 or 2 finds wrong numbers, check_port.py puts the mistakes of mistakes.diff into
-example_port.py until it gives the same numbers. It tries each mistake alone, then pairs of mistakes
-and the design choices of README.md. It tries 1,000 candidates at most, which takes about a
-minute on one core. The exit code is 0 for a right port, with or without such choices, and 1 for a
-wrong one.
+At level 3 the printed numbers say how far the gradient norms, the change of all weights (both
+relative) and single weights (absolute) are from golden.json.
+
+If level 1 or 2 finds wrong numbers, the program looks for a known mistake that gives the same wrong
+numbers: first single mistakes of mistakes.diff, then pairs of them. It tries 1,000 candidates at
+most, which takes about a minute.
+The exit code is 0 for a right port and 1 for a wrong one. README.md here names two choices that a
+port may make in either way; both are right, and yours are printed.
 """
 
 import argparse
