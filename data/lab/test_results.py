@@ -582,6 +582,35 @@ def test_r11_takes_each_method_at_its_best_rate():
 # The pictures -------------------------------------------------------------------------------------
 
 
+def test_r12():
+    """The seconds and the memory of a step on a GPU are those of the file; README has them, too."""
+    lines = pandas.read_json(RESULTS / "gpu_h100.jsonl", lines=True)
+    step = lines[lines.run == "whole_step"]
+    parts = step[step.part.isin(["response_logprobs", "update", "save_checkpoint"])]
+    sampling = step[(step.part == "sample") & (step.longest == 1024)]
+    whole = step[step.part == "training_step"]
+    scoring, reference, first_pass, second_pass, checkpoint = parts.to_dict("records")
+    peak = parts[parts.part == "update"].peak_GiB.max()
+    rows = [*sampling.to_dict("records"), scoring, reference, first_pass, second_pass]
+    rows += [{"seconds": whole.seconds.item(), "peak_GiB": peak}, checkpoint]
+    (table, _) = tables("R12")
+    for (seconds, memory), row in zip(table.values(), rows, strict=True):
+        # 1.65 s are printed as 1.7
+        assert abs(float(seconds) - row["seconds"]) < 0.0501
+        assert memory == f"{row['peak_GiB']} GiB"
+    assert f"up to {step.reserved_GiB.max()} GiB" in text_of("R12")
+    assert f".{100 * whole.low_probability_share.item():.0f} of the tokens" in text_of("R12")
+    long = lines[lines.longest == 256].set_index("run").ms_a_token
+    assert f"took {long.cudnn_off:.0f} ms for each position" in text_of("R12")
+    assert f"and {long.cudnn_on:.0f} ms with it" in text_of("R12")
+    of_readme = pandas.read_json(RESULTS / "readme_run_h100.jsonl", lines=True)
+    assert len(of_readme) == 24
+    assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
+    readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
+    shown_there = f"It took {whole.seconds.item():.0f} seconds and {peak:.0f} GiB"
+    assert shown_there in " ".join(readme.split())
+
+
 def test_the_pictures_on_record_are_what_the_program_draws(tmp_path, monkeypatch):
     """The same words, and every coordinate to a thousandth of a point."""
     for table in ("runs", "steps", "synthetic_tasks"):
