@@ -342,7 +342,7 @@ def test_r5():
         in_training[row, 0] = differences(*of_both)
         of_early_steps[row, 1] = differences(*of_both, "early")
         final[row, 2] = differences(*of_both, FINAL)
-        if first != "random split":
+        if second != "random split":
             of_both = [runs("R5", method, model="one-wording") for method in (first, second)]
             in_training[row, 3] = differences(*of_both)
         in_training[row, 4] = differences(wordy(first, 0.005), wordy(second, 0.005))
@@ -500,12 +500,12 @@ def test_r10():
     for part in (wordy("GRPO", 0.005, range(100, 110)), wordy("GRPO", 0.005, range(200, 210))):
         levels.append([short(part.training_accuracy.mean()), first_accuracy(part)])
     (first_level, first_start), (new_level, new_start) = levels
-    text = f"GRPO's accuracy is {first_level} and {new_level} ({first_start} and {new_start} in the"
-    assert text in text_of("R10")
+    text = f"GRPO's accuracy is {first_start} in the first step and {first_level} in training"
+    assert f"{text}, and with the new seeds {new_start} and {new_level}." in text_of("R10")
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
-    text = f"they end at a KL of {last_kl(two_passes)}, unbiased AR at {ends[0]} to {ends[1]}."
-    assert text in text_of("R10")
+    assert f"they end at a KL of {last_kl(two_passes)}. Unbiased AR ends at" in text_of("R10")
+    assert f"{ends[0]} with the first seeds and at {ends[1]} with the new ones." in text_of("R10")
     assert f"Long-step GRPO ends at a KL of {last_kl(longer)};" in text_of("R10")
 
 
