@@ -22,7 +22,8 @@ COLORS = {  # of the methods; colour-blind readers can tell them apart
 LABELS = {"two passes": "GRPO, two passes", "AR": "AR, α = .3", "AR α = 1": "AR, α = 1"}
 TASKS = {  # the panels of synthetic_tasks.svg: (task, optimizer) → title
     ("noise at low π", "fixed norm"): (
-        "Low-probability tokens are noise,\nand each step has a fixed norm:\nAR with α = 1 and Lopti help."
+        "Low-probability tokens are noise,\nand each step has a fixed norm:\n"
+        "AR with α = 1 and Lopti help."
     ),
     ("noise at low π", "AdamW"): (
         "Low-probability tokens are noise,\nand AdamW makes the steps:\n"
@@ -107,8 +108,9 @@ def draw_tasks(found):
     axes[0].set(xlim=(-0.04, 0.115), ylim=(-0.5, len(by_seed.columns) - 0.3))
     label = "accuracy minus GRPO's, where both have the same KL from the initial model"
     figure.supxlabel(f"{label} (mean of 20 seeds, bars: 95 %)", fontsize=13)
-    title = "AR with α = 1 and Lopti help where low-probability tokens are noise; with AdamW Lopti's gain is "
-    figure.suptitle(f"{title}not significant", x=0.01, ha="left", weight="bold")
+    title = "AR with α = 1 and Lopti help where low-probability tokens are noise; "
+    title += "with AdamW Lopti's gain is not significant"
+    figure.suptitle(title, x=0.01, ha="left", weight="bold")
     return figure
 
 
