@@ -311,7 +311,7 @@ def test_r4():
     assert text in text_of("R4")
     check_text("R4")
     interval = stats.ttest_1samp(equal_kl["two passes", 1], 0).confidence_interval()
-    text = "The interval that we found for two passes does not contain −.08."
+    text = "For two passes this was wrong: the interval that we found does not contain −.08."
     assert text in text_of("R4") and interval.low > -0.08
 
 
@@ -584,6 +584,27 @@ def test_r11_takes_each_method_at_its_best_rate():
 
 
 # The pictures -------------------------------------------------------------------------------------
+
+
+def test_the_table_of_the_answers_in_short():
+    """Its cells are those of R3, R6, R10 and R11."""
+    start = PAGE.partition("## The answers in short")[2]
+    lines = [line for line in start.splitlines()[:30] if line.startswith("| ")]
+    cells = {}
+    for line in lines[1:]:
+        name, *others = [cell.strip() for cell in line.strip("|").split("|")]
+        cells[name] = others
+    r3, _ = tables("R3")
+    r10, _, _ = tables("R10")
+    [r6] = tables("R6")
+    [r11] = tables("R11")
+    alone = ["not run", r10["AR, α = 1"][0], "not run"]
+    assert cells.pop("AR, α = 1") == [r6["AR − GRPO"][2], *alone]
+    for name, of_others in cells.items():
+        short_name = "AR" if name == "AR, α = .3" else name
+        in_r3 = r3[f"{short_name} − GRPO"]
+        assert of_others == [in_r3[0], in_r3[1], r10[name][0], r11[short_name][0]]
+    assert list(cells) == ["AR, α = .3", "Lopti", "two passes"]
 
 
 def test_r12():
