@@ -556,7 +556,7 @@ def test_r11():
         p = f"{p_values['oracle', 0]:.3f}".replace("0.", ".")
         if of_cells is final:
             assert min(corrected) > 0.05
-            assert f"For the oracle p is {p} after correction." in text_of("R11")
+            assert f"for its gain over GRPO p is {p} after correction." in text_of("R11")
             unbiased = p_values["unbiased AR, α = 1", 0]
             assert f"(p = {unbiased:.2f})".replace("0.", ".") in text_of("R11")
         else:
