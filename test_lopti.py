@@ -206,7 +206,7 @@ def test_training_step_against_a_plain_second_implementation(flags):
     """
     settings = settings_of(OFF_DEFAULT + flags)
     policy = random_model(ends=ENDS, hidden_size=16, attention_dropout=0.5).double()
-    policy.lm_head.weight.data.mul_(4)  # π from .004 to .4
+    policy.lm_head.weight.data.mul_(4)  # π from 0.004 to 0.4
     start = weights(policy)
     plain = copy.deepcopy(policy)
     reference = copy.deepcopy(policy)
@@ -454,7 +454,7 @@ def test_equal_rewards_get_exactly_zero_and_nearly_equal_ones_do_not(reward):
         assert lopti.all_equal(values[None]).all() != is_unequal
         assert lopti.group_advantages(values, 7).any() == is_unequal
         assert lopti.reinforce_pp_advantages(values, torch.ones(7, 3) > 0).any() == is_unequal
-    assert lopti.reaches(0.7 + 0.2 + 0.1, 1.0)  # .9999999999999999
+    assert lopti.reaches(0.7 + 0.2 + 0.1, 1.0)  # 0.9999999999999999
 
 
 def tensors(case, *names):
@@ -522,7 +522,7 @@ def test_a_token_that_could_not_be_sampled_has_no_part():
     rollout.old_logprobs[0, rollout.lengths[0] - 1] = -math.inf
     count = int(rollout.response_mask.sum())
     share = (count - 1) / count
-    k3 = math.exp(-0.3) + 0.3 - 1  # log π_ref is log π - .3
+    k3 = math.exp(-0.3) + 0.3 - 1  # log π_ref is log π - 0.3
     mask = rollout.response_mask
     (result,) = lopti.update(model, adamw(model, settings), rollout, mask, settings)
     assert result["policy_loss"] == pytest.approx(-share)  # Â = 1
@@ -556,10 +556,10 @@ def test_the_memory_of_an_update():
 # 8. Later methods ---------------------------------------------------------------------------------
 
 KEPT = {  # of seven tokens with Â = 1, and of one with Â = -1
-    "--stapo": "0001111 1",  # the three quarters of lower entropy, of four below τ_p = .002
-    "--top-entropy .4": "0111000 0",  # round(3.2) of all tokens, whatever STAPO leaves out
-    "--stapo --top-entropy .5": "0001000 0",
-    "--top-entropy .06": "0000000 0",  # round(.48) of a token
+    "--stapo": "0001111 1",  # the three quarters of lower entropy, of four below τ_p = 0.002
+    "--top-entropy 0.4": "0111000 0",  # round(3.2) of all tokens, whatever STAPO leaves out
+    "--stapo --top-entropy 0.5": "0001000 0",
+    "--top-entropy 0.06": "0000000 0",  # round(0.48) of a token
 }
 
 
@@ -821,7 +821,7 @@ def test_step_metrics_by_hand():
     updates[3][1]["grad_norm"] = 0.0
     expected["grad_norm/high"] = (10 + 20 + 30) / 4
     assert lopti.step_metrics(rollout, updates, settings) == pytest.approx(expected)
-    settings = settings_of("--passes 4 --group-size 4")  # without Lopti π < .5
+    settings = settings_of("--passes 4 --group-size 4")  # without Lopti π < 0.5
     metrics = lopti.step_metrics(rollout, updates, settings)
     assert metrics["reward_std"] == 2
     assert metrics["low_probability_share"] == 0.5

@@ -30,9 +30,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
-BINS = ["π < .25", ".25 to .5", ".5 to .75", "π ≥ .75"]
+BINS = ["π < 0.25", "0.25 to 0.5", "0.5 to 0.75", "π ≥ 0.75"]
 EDGES = [0.0, 0.25, 0.5, 0.75, math.inf]
-PAPER = {  # Fig. 1: Qwen2.5-7B-Instruct-1M; over all tokens its gradient norm is .82
+PAPER = {  # Fig. 1: Qwen2.5-7B-Instruct-1M; over all tokens its gradient norm is 0.82
     "share of the tokens": [0.19, 0.10, 0.10, 0.61],
     "gradient norm (all tokens: 1)": [0.88, 0.44, 0.29, 0.18],
 }
@@ -94,11 +94,11 @@ def summarize(tokens, norms):
 
 
 def message(tokens, norms):
-    """Returns two sentences: how many tokens have π < .25, and how large their gradient is."""
+    """Returns two sentences: how many tokens have π < 0.25, and how large their gradient is."""
     share = tokens[:, 0].sum() / tokens.sum()
     times, half = ratio(norms[:, 0], norms[:, 3])
-    text = f"{100 * share:.0f} % of the tokens have π < .25.\nTheir gradient norm is {times:.1f} ± "
-    text += f"{half:.1f} times as large as that of π ≥ .75"
+    text = f"{100 * share:.0f} % of the tokens have π < 0.25.\n"
+    text += f"Their gradient norm is {times:.1f} ± {half:.1f} times as large as that of π ≥ 0.75"
     return text + (" (not significant)." if abs(times - 1) <= half else ".")
 
 

@@ -23,7 +23,7 @@ COLORS = {
     "high": "#0072B2",
     "GRPO": "#555555",
     "GRPO, two passes": "#8B5A2B",
-    "AR, α = .3": "#B79AD0",
+    "AR, α = 0.3": "#B79AD0",
     "AR, α = 1": "#6A3D9A",
     "Lopti": "#009E73",
     "reversed Lopti": "#8FD1BB",
@@ -94,7 +94,7 @@ def gradient_norm(logits, ids):
 
         ‖∇_z log π_j‖ = ‖e_j - π‖,   z the logits, π = softmax(z)
 
-    logits (M, V), ids (M,) → (M,). Of two tokens with π = .5, e_j - π is (.5, -.5):
+    logits (M, V), ids (M,) → (M,). Of two tokens with π = 0.5, e_j - π is (0.5, -0.5):
 
     >>> gradient_norm(torch.zeros(1, 2), torch.tensor([0]))
     tensor([0.7071])
@@ -160,7 +160,7 @@ def token_sheet(tokens, pi, norms, title, width=88):
         axis.add_patch(plt.Rectangle((left, foot - below), 2, height * norm, color=color))
     axis.set(xlim=(0, width), ylim=(places[-1][1] - 2, 1.1), title=title, ylabel="gradient norm")
     axis.spines[:].set_visible(False)
-    label = "π of the token: the colour behind it (bars: orange below .5, blue from .5 on)"
+    label = "π of the token: the colour behind it (bars: orange below 0.5, blue from 0.5 on)"
     scale = plt.cm.ScalarMappable(cmap=PROBABILITY)
     figure.colorbar(scale, ax=axis, location="bottom", aspect=60, shrink=0.6, label=label)
 
@@ -232,7 +232,7 @@ def clip_cases(letters):
     title = "A clipped token (light) has no policy gradient: only the KL term acts"
     xlabel = "ratio r = π_θ / π_old (1: the probability has not changed)"
     axis.set(xscale="log", xlabel=xlabel, title=title)
-    axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2, 10], [".3", ".80", "1", "1.24", "2.2", "10"])
+    axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2, 10], ["0.3", "0.8", "1", "1.24", "2.2", "10"])
     axis.set_xticks([], minor=True)
     axis.set_yticks([0, 1], ["Â < 0: lower π", "Â > 0: raise π"])
 

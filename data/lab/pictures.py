@@ -19,7 +19,7 @@ COLORS = {  # of the methods; colour-blind readers can tell them apart
     "Lopti": "#009E73",
     "AR + Lopti": "#E69F00",
 }
-LABELS = {"two passes": "GRPO, two passes", "AR": "AR, α = .3", "AR α = 1": "AR, α = 1"}
+LABELS = {"two passes": "GRPO, two passes", "AR": "AR, α = 0.3", "AR α = 1": "AR, α = 1"}
 TASKS = {  # the panels of synthetic_tasks.svg: (task, optimizer) → title
     ("noise at low π", "fixed norm"): (
         "Low-probability tokens are noise,\nand each step has a fixed norm:\n"
@@ -97,14 +97,14 @@ def draw_tasks(found):
         for height, method in enumerate(by_seed):
             style = {"color": COLORS[method], "fmt": "o", "markersize": 8, "capsize": 4}
             axis.errorbar(mean[method], height, xerr=half[method], **style)
-            text = f"{round(mean[method], 3) + 0.0:+.3f} ± {half[method]:.3f}"  # no −.000
-            text = text.replace("-", "−").replace("0.", ".")
+            text = f"{round(mean[method], 3) + 0.0:+.3f} ± {half[method]:.3f}"  # no −0.000
+            text = text.replace("-", "−")
             where = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points"}
             axis.annotate(text, (1, height), (0, 10), ha="right", **where)
         axis.axvline(0, color="black", linewidth=1)
         axis.set_title(TASKS[pair], loc="left", fontsize=13)
         axis.set_yticks(range(len(by_seed.columns)), [LABELS.get(name, name) for name in by_seed])
-    axes[0].set_xticks([0, 0.05, 0.1], ["0", ".05", ".10"])
+    axes[0].set_xticks([0, 0.05, 0.1], ["0", "0.05", "0.1"])
     axes[0].set(xlim=(-0.04, 0.115), ylim=(-0.5, len(by_seed.columns) - 0.3))
     label = "accuracy minus GRPO's, where both have the same KL from the initial model"
     figure.supxlabel(f"{label} (mean of 20 seeds, bars: 95 %)", fontsize=13)

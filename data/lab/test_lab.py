@@ -75,25 +75,25 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
 def test_table_of_diagnose_by_hand():
     """The table and the sentences have the ratios and 95 % intervals that a hand computes.
 
-    There are two batches, and t of one degree of freedom is 12.706. The norm of π < .25 is 8/4 = 2
+    There are two batches, and t of one degree of freedom is 12.706. The norm of π < 0.25 is 8/4 = 2
     of that of all tokens, with 5 - 2·2.5 = 0 and 3 - 2·1.5 = 0. It is 8/2 = 4 times that of
-    π ≥ .75, with 5 - 4·1 = 1 and 3 - 4·1 = -1: s/√2 is 1, and half of the interval is 12.706.
+    π ≥ 0.75, with 5 - 4·1 = 1 and 3 - 4·1 = -1: s/√2 is 1, and half of the interval is 12.706.
     """
     tokens = np.array([[20, 10, 10, 60], [20, 10, 10, 60]])
     norms = np.array([[5.0, 1.0, 1.0, 1.0, 2.5], [3.0, 1.0, 1.0, 1.0, 1.5]])
     table = diagnose.summarize(tokens, norms)
     shares, relative = (table[name] for name in diagnose.PAPER)
     assert shares["measured"].tolist() == [0.2, 0.1, 0.1, 0.6]
-    assert list(relative.loc["π < .25"]) == pytest.approx([2.0, 0.0, 0.88])
-    assert list(relative.loc["π ≥ .75"]) == pytest.approx([0.5, 12.706 / 8, 0.18], abs=1e-4)
+    assert list(relative.loc["π < 0.25"]) == pytest.approx([2.0, 0.0, 0.88])
+    assert list(relative.loc["π ≥ 0.75"]) == pytest.approx([0.5, 12.706 / 8, 0.18], abs=1e-4)
     assert not doctest.testmod(diagnose).failed
     text = diagnose.message(tokens, norms)
-    assert text.startswith("20 % of the tokens have π < .25.\n")
-    assert text.endswith("4.0 ± 12.7 times as large as that of π ≥ .75 (not significant).")
+    assert text.startswith("20 % of the tokens have π < 0.25.\n")
+    assert text.endswith("4.0 ± 12.7 times as large as that of π ≥ 0.75 (not significant).")
     for times in (4.0, 0.5):  # both differ from 1 by more than ± 0
         norms[:, 0] = times
         text = diagnose.message(tokens, norms)
-        assert text.endswith(f"{times} ± 0.0 times as large as that of π ≥ .75.")
+        assert text.endswith(f"{times} ± 0.0 times as large as that of π ≥ 0.75.")
 
 
 def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, capsys):
@@ -120,8 +120,8 @@ def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, cap
 def test_differences_by_hand():
     """Each pair of lists gets the mean of the differences by seed, and its 95 % interval.
 
-    B minus A is .01, .02, .03 in training, hence .02 ± 4.303·.01/√3, and .1, .1, .4 held out, hence
-    .2 ± 4.303·.1.
+    B minus A is 0.01, 0.02, 0.03 in training, hence 0.02 ± 4.303·0.01/√3, and 0.1, 0.1, 0.4 held
+    out, hence 0.2 ± 4.303·0.1.
     """
     runs = []
     for seed, training, held_out in ((0, 0.01, 0.1), (1, 0.02, 0.1), (2, 0.03, 0.4)):
@@ -140,7 +140,7 @@ def test_differences_by_hand():
 def trained(monkeypatch, tmp_path):
     """In place of lopti.train: it writes a run's files, and what no one should read is above 1.
 
-    Accuracies of the run are .2 and .4 + η in training, and .5 + α held out.
+    Accuracies of the run are 0.2 and 0.4 + η in training, and 0.5 + α held out.
     """
     asked = []
 

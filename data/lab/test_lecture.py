@@ -110,7 +110,7 @@ def test_the_gradient_norm_is_that_of_autograd():
 
 
 def test_the_loss_of_the_lecture_is_that_of_the_paper():
-    """r = 1.1: r·Â. r = 1.5, Â > 0: 1.24·Â. r = .5, Â < 0: .8·Â. r = 20, Â < 0: 10·Â."""
+    """r = 1.1: r·Â. r = 1.5, Â > 0: 1.24·Â. r = 0.5, Â < 0: 0.8·Â. r = 20, Â < 0: 10·Â."""
     ratio = torch.tensor([1.1, 1.5, 0.5, 20.0])
     advantages = torch.tensor([2.0, 2.0, -1.0, -1.0])
     loss = lecture.loss(ratio.log(), torch.zeros(4), advantages)
@@ -166,7 +166,7 @@ def test_the_roadmap_fades_all_other_boxes(clear, monkeypatch):
 
 
 def test_the_picture_of_the_bounds():
-    """With V = 3: at π = .5 from √1.5·.5 to √2·.5, and every norm lies between the bounds."""
+    """With V = 3: at π = 0.5 from √1.5·0.5 to √2·0.5, and every norm lies between the bounds."""
     logits = 3 * torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(200) % 3
     pi = logits.softmax(1).gather(1, ids[:, None])[:, 0]
@@ -182,7 +182,7 @@ def test_the_picture_of_the_bounds():
 
 
 def test_the_picture_of_the_clip():
-    """Dark: from .8 to 10 where Â < 0 (dual clip), up to 1.24 where Â > 0."""
+    """Dark: from 0.8 to 10 where Â < 0 (dual clip), up to 1.24 where Â > 0."""
     lecture.clip_cases({"B": (2.22, 1)})
     _, falls, _, rises = lecture.plt.gca().collections
     falls = falls.get_paths()[0].vertices[:, 0]

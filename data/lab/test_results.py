@@ -31,7 +31,7 @@ RUNS = pandas.read_csv(RESULTS / "runs.csv")
 STEPS = pandas.read_csv(RESULTS / "steps.csv")
 TASKS = pandas.read_csv(RESULTS / "synthetic_tasks.csv")
 FIRST_STEPS = pandas.read_csv(RESULTS / "first_steps.csv", dtype=str)
-INTERVAL = re.compile(r"[+−]?\.\d+ ± \.\d+")  # as in "+.012 ± .019"
+INTERVAL = re.compile(r"[+−]?0\.\d+ ± 0\.\d+")  # as in "+0.012 ± 0.019"
 FINAL = "final_accuracy"
 UNBIASED = "AR α = 1 without bias"
 
@@ -119,12 +119,12 @@ def holm(p_values):
 def shown(each):
     """The mean of some differences and half of its 95 % interval, as the page writes them.
 
-    .0055 ± .0062 keeps its fourth digit: with three it would look as if it excluded 0.
+    0.0055 ± 0.0062 keeps its fourth digit: with three it would look as if it excluded 0.
     """
     mean = each.mean()
     half = stats.t.ppf(0.975, len(each) - 1) * each.std(ddof=1) / len(each) ** 0.5
     digits = 4 if f"{mean:.3f}" == f"{half:.3f}" else 3
-    return f"{mean:+.{digits}f} ± {half:.{digits}f}".replace("0.", ".").replace("-", "−")
+    return f"{mean:+.{digits}f} ± {half:.{digits}f}".replace("-", "−")
 
 
 def at_equal_kl(first, second, lowest):
@@ -154,12 +154,12 @@ def first_accuracy(of_runs):
 
 
 def short(number):
-    """.676 for 0.6756."""
-    return f"{number:.3f}".replace("0.", ".")
+    """0.676 for 0.6756."""
+    return f"{number:.3f}"
 
 
 def test_holms_correction_by_hand():
-    """.01 · 3 = .03 and .03 · 2 = .06. Then .04 · 1 is raised to .06, that of a smaller p."""
+    """0.01 · 3 = 0.03 and 0.03 · 2 = 0.06. Then 0.04 · 1 is raised to 0.06, that of a smaller p."""
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 
@@ -181,7 +181,7 @@ def first_step(model, measured):
         value = "0"
     elif measured.startswith("gain") and not value.startswith("-"):
         value = f"+{value}"
-    return re.sub(r"\b0\.", ".", f"{value} ± {half}").replace("-", "−")
+    return f"{value} ± {half}".replace("-", "−")
 
 
 def check_first_steps(table, columns, bold):
@@ -199,16 +199,21 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
     """The bundled model's column is what today's program printed for its record."""
     printed = (RESULTS / "diagnose_tiny.txt").read_text(encoding="utf-8").splitlines()
     norms = pandas.read_csv(RESULTS / "r1.csv").set_index(["model", "tokens"])
-    names = {"π < .25": "π < .25", ".25 ≤ π < .5": ".25 to .5", ".5 ≤ π < .75": ".5 to .75"}
-    names["π ≥ .75"] = "π ≥ .75"
+    names = {"π < 0.25": "π < 0.25", "π ≥ 0.75": "π ≥ 0.75"}
+    names |= {"0.25 ≤ π < 0.5": "0.25 to 0.5", "0.5 ≤ π < 0.75": "0.5 to 0.75"}
     table, changes = tables("R1")
-    updates = ["update on π < .25", "update on π ≥ .75", "difference of the two updates"]
-    check_first_steps(changes, updates, bold=updates[2:])
+    difference = "difference of the two updates"
+    check_first_steps(
+        changes, ["update on π < 0.25", "update on π ≥ 0.75", difference], bold=[difference]
+    )
+    others = FIRST_STEPS[(FIRST_STEPS.measured == difference) & ~FIRST_STEPS.model.isin(changes)]
+    low = others.value.astype(float) - others.half_interval.astype(float)
+    assert len(others) == 7 and (others.value.astype(float) > 0).all() and (low > 0).sum() == 4
     for tokens, cells in table.items():
         for model, cell in zip(("the paper's 7B model", "SmolLM2", "bundled"), cells, strict=True):
             row = norms.loc[model, tokens]
             text = f"{row.gradient_norm:.2f} ± {row.half_interval:.2f}".removesuffix(" ± nan")
-            assert cell == text.replace("0.", ".")
+            assert cell == text
         bundled = norms.loc["bundled", tokens]
         [line] = [line for line in printed if line.startswith(f"{names[tokens]}  ")]
         share, _, _, norm, half, _ = map(float, line.removeprefix(names[tokens]).split())
@@ -218,16 +223,18 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
 def test_r2_is_its_csv():
     """The seven groups are all tokens: their shares of the mean gradient add up to 1."""
     shares = pandas.read_csv(RESULTS / "r2.csv").set_index("group")
-    [table] = tables("R2")
+    of_models, table = tables("R2")
+    columns = ["share of the squared norm, π < 0.25", "share of the mean gradient, π < 0.25"]
+    check_first_steps(of_models, columns, bold=[])
     assert [name.replace("`", "") for name in table] == list(shares.index)
     for cells, row in zip(table.values(), shares.itertuples(), strict=True):
         squared = f"{row.share_of_squared_norm:.2f} ± {row.squared_norm_half_interval:.2f}"
         mean = f"{row.share_of_mean_gradient:.2f} ± {row.mean_gradient_half_interval:.2f}"
         written = [f"{100 * row.share_of_tokens:.3g} %", squared, mean]
-        assert cells == [re.sub(r"\b0\.", ".", text).replace("-", "−") for text in written]
+        assert cells == [text.replace("-", "−") for text in written]
     seven = shares[shares.one_of_seven]
     assert seven.share_of_mean_gradient.sum() == pytest.approx(1)
-    assert f"(here to {seven.share_of_squared_norm.sum():.2f})" in text_of("R2")
+    assert f"add up to {seven.share_of_squared_norm.sum():.2f} and not to 1" in text_of("R2")
 
 
 def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
@@ -240,7 +247,7 @@ def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
     cells = {}
     for line in printed.getvalue().splitlines():
         model, pair, mean, half = re.match(r"(\w+): (.+) (\S+) ± (\S+),", line).groups()
-        cells[pair, model] = f"{mean} ± {half}".replace("0.", ".").replace("-", "−")
+        cells[pair, model] = f"{mean} ± {half}".replace("-", "−")
     for pair, (bundled, smollm2) in tables("R3")[0].items():
         assert bundled.strip("*") == cells.pop((pair, "bundled"))
         assert smollm2.strip("*") == cells.pop((pair, "SmolLM2"), "not run")
@@ -274,7 +281,7 @@ def test_r3_by_the_formulas():
     two_passes = p_values["two passes − GRPO", 1]
     lopti = p_values["Lopti − GRPO", 1]
     text = f"(after correction p = {two_passes:.2f}, and {lopti:.3f} for Lopti)"
-    assert text.replace("0.", ".") in text_of("R3")
+    assert text in text_of("R3")
     smollm2 = RUNS[RUNS.experiment.eq("R3") & RUNS.model.eq("SmolLM2") & RUNS.method.eq("GRPO")]
     text = (
         "GRPO's accuracy is {} on the bundled model ({} in the first step) and {} on SmolLM2 ({} in"
@@ -311,7 +318,7 @@ def test_r4():
     assert text in text_of("R4")
     check_text("R4")
     interval = stats.ttest_1samp(equal_kl["two passes", 1], 0).confidence_interval()
-    text = "For two passes this was wrong: the interval that we found does not contain −.08."
+    text = "For two passes this was wrong: the interval that we found does not contain −0.08."
     assert text in text_of("R4") and interval.low > -0.08
 
 
@@ -336,22 +343,24 @@ def test_r5():
     in_training = {}
     of_early_steps = {}
     final = {}
-    [table] = tables("R5")
+    table, in_time = tables("R5")
+    assert list(table) == list(in_time)
     for row in table:
         first, second = row.split(" − ")
         of_both = [bundled[first], bundled[second]]
         in_training[row, 0] = differences(*of_both)
-        of_early_steps[row, 1] = differences(*of_both, "early")
-        final[row, 2] = differences(*of_both, FINAL)
+        of_early_steps[row, 0] = differences(*of_both, "early")
+        final[row, 1] = differences(*of_both, FINAL)
         if second != "random split":
             of_both = [runs("R5", method, model="one-wording") for method in (first, second)]
-            in_training[row, 3] = differences(*of_both)
-        in_training[row, 4] = differences(wordy(first, 0.005), wordy(second, 0.005))
+            in_training[row, 1] = differences(*of_both)
+        in_training[row, 2] = differences(wordy(first, 0.005), wordy(second, 0.005))
     in_training["Lopti − two passes", 0] = pandas.concat(
         [in_training["Lopti − two passes", 0], new_seeds]
     )
     assert len(in_training["Lopti − two passes", 0]) == 20
-    check_table(table, in_training, of_early_steps, final)
+    check_table(table, in_training)
+    check_table(in_time, of_early_steps, final)
     example = f"*Lopti − reversed Lopti: {table['Lopti − reversed Lopti'][0]}*"
     assert example in PAGE  # the number that *How to read this page* explains
     check_text("R5")
@@ -359,9 +368,9 @@ def test_r5():
 
 def test_r6():
     grpo = runs("R3", "GRPO", model="bundled")
-    biased = {0: runs("R3", "AR", model="bundled"), 1: runs("R6", "AR α = .6")}
+    biased = {0: runs("R3", "AR", model="bundled"), 1: runs("R6", "AR α = 0.6")}
     biased[2] = runs("R6", "AR α = 1")
-    unbiased = {0: runs("R6", "AR without bias"), 1: runs("R6", "AR α = .6 without bias")}
+    unbiased = {0: runs("R6", "AR without bias"), 1: runs("R6", "AR α = 0.6 without bias")}
     unbiased[2] = runs("R6", UNBIASED)
     cells = {}
     for column in range(3):
@@ -391,19 +400,23 @@ def synthetic(task, method, compared, optimizer="fixed norm"):
 
 
 def test_r7():
-    """The table has all tasks of the file, with the two averages of the rule."""
+    """The tables have all tasks of the file; what the rule says is the sign of its difference."""
     computed = []
     for method in ("AR", "AR α = 1", "Lopti"):
         computed.append(synthetic("noise at low π", method, "at the best learning rate"))
     last = "noise depends on the first decision"
     check_text("R7", *computed, synthetic(last, UNBIASED, "at equal KL"))
-    [table] = tables("R7")
+    of_ar, of_lopti = tables("R7")
+    assert list(of_ar) == list(of_lopti)
+    table = {row: [*of_ar[row], *of_lopti[row]] for row in of_ar}  # they are corrected together
     cells = {}
     for job in pandas.read_csv(RESULTS / "synthetic_rule.csv").itertuples():
         row = f"{job.task}, AdamW" if job.optimizer == "AdamW" else job.task
         averages = [job.mean_pi_by_mean_gradient, job.mean_pi_by_squared_norm]
-        assert table[row][:2] == [f"{each:.2f}".removeprefix("0") for each in averages]
-        for column, method in enumerate(("AR", "AR α = 1", "Lopti", "reversed Lopti"), start=2):
+        words = {1.0: "helps", 0.0: "no effect", -1.0: "harm"}
+        said = words[np.sign(averages[0] - averages[1])]
+        assert table[row][:3] == [*(f"{each:.2f}" for each in averages), said]
+        for column, method in enumerate(("AR", "AR α = 1", "Lopti", "reversed Lopti"), start=3):
             cells[row, column] = synthetic(job.task, method, "at equal KL", job.optimizer)
     assert len(table) == len(TASKS[["task", "optimizer"]].drop_duplicates())
     check_table(table, cells)
@@ -411,13 +424,13 @@ def test_r7():
 
 def test_r8_and_r9():
     """Their tables and every interval beside them are in first_steps.csv."""
-    descent = ["gain of AR α = .3, gradient descent", "gain of Lopti, gradient descent"]
-    adamw = ["gain of AR α = .3, AdamW", "gain of Lopti, AdamW"]
-    [table] = tables("R8")
-    check_first_steps(table, descent + adamw, bold=descent + adamw)
-    [table] = tables("R9")
-    norms = "norm of π < .25 / norm of π ≥ .75"
-    check_first_steps(table, [norms, *descent], bold=descent)
+    descent = ["gain of AR α = 0.3, gradient descent", "gain of Lopti, gradient descent"]
+    columns = [*descent, "gain of AR α = 0.3, AdamW"]
+    [of_models] = tables("R8")
+    check_first_steps(of_models, columns, bold=columns)
+    [of_settings] = tables("R9")
+    norms = "norm of π < 0.25 / norm of π ≥ 0.75"
+    check_first_steps(of_settings, [norms, *descent], bold=descent)
 
     beside = {}
     beside["R8"] = []
@@ -426,11 +439,13 @@ def test_r8_and_r9():
         ("bundled", "α = 1 without bias, gradient descent"),
         ("bundled", "α = 1, AdamW"),
         ("bundled", "α = 1 without bias, AdamW"),
-        ("bundled", "α = .3 without bias, gradient descent"),
+        ("bundled", "α = 0.3 without bias, gradient descent"),
         ("wordy", "α = 1, gradient descent"),
         ("wordy", "α = 1 without bias, gradient descent"),
     ):
         beside["R8"].append(first_step(model, f"gain of AR {method}"))
+    for model in of_models:
+        beside["R8"].append(first_step(model, "gain of Lopti, AdamW"))
     trained = tables("R10")[0]
     for row in ("AR, α = 1", "unbiased AR, α = 1"):
         beside["R8"].append(trained[row][0].strip("*"))
@@ -441,12 +456,6 @@ def test_r8_and_r9():
         # The text says *a gain of 49.6*, not of +49.6.
         without_plus = [[text.lstrip("+") for text in each] for each in (written, expected)]
         assert sorted(without_plus[0]) == sorted(without_plus[1])
-    shares = []
-    for model in ("one-wording", "bundled", "wordy", "SmolLM2"):
-        mean = first_step(model, "share of the mean gradient, π < .25").split(" ± ")[0]
-        squared = first_step(model, "share of the squared norm, π < .25").split(" ± ")[0]
-        shares.append(f"{model} {mean} ({squared})")
-    assert ", ".join(shares) in text_of("R8")
 
 
 def wordy(method, rate, seeds=range(1000), optimizer="fixed norm"):
@@ -464,8 +473,8 @@ def test_r10():
             cells[row, column] = each
     for row, method in (("Lopti", "Lopti"), ("oracle", "oracle"), ("AR, α = 1", "AR α = 1")):
         cells[row, 0] = differences(wordy(method, 0.005), wordy("GRPO", 0.005))
-    cells["AR, α = .3", 0] = differences(wordy("AR", 0.005), wordy("GRPO", 0.005))
-    longer = wordy("GRPO", 0.007071)  # √2 times .005
+    cells["AR, α = 0.3", 0] = differences(wordy("AR", 0.005), wordy("GRPO", 0.005))
+    longer = wordy("GRPO", 0.007071)  # √2 times 0.005
     controls = {}
     for row, method in (
         ("GRPO", "GRPO"),
@@ -487,8 +496,8 @@ def test_r10():
     assert [len(each) for each in (over_longer, of_bias)] == [10, 10]
     other_jobs = {}
     for row, rate, optimizer in (
-        ("fixed norm .01", 0.01, "fixed norm"),
-        ("fixed norm .02", 0.02, "fixed norm"),
+        ("fixed norm 0.01", 0.01, "fixed norm"),
+        ("fixed norm 0.02", 0.02, "fixed norm"),
         ("AdamW, 5e-5", 5e-5, "AdamW"),
         ("AdamW, 1e-4", 1e-4, "AdamW"),
     ):
@@ -553,12 +562,12 @@ def test_r11():
     for of_cells in (final, training):
         corrected = holm([p_value(each) for each in of_cells.values()])
         p_values = dict(zip(of_cells, corrected, strict=True))
-        p = f"{p_values['oracle', 0]:.3f}".replace("0.", ".")
+        p = f"{p_values['oracle', 0]:.3f}"
         if of_cells is final:
             assert min(corrected) > 0.05
             assert f"for its gain over GRPO p is {p} after correction." in text_of("R11")
             unbiased = p_values["unbiased AR, α = 1", 0]
-            assert f"(p = {unbiased:.2f})".replace("0.", ".") in text_of("R11")
+            assert f"(p = {unbiased:.2f})" in text_of("R11")
         else:
             assert f"that is significant (p = {p})" in text_of("R11")
     grpo = methods["GRPO"]
@@ -568,9 +577,9 @@ def test_r11():
     lopti = methods["Lopti"][FINAL]
     two_passes = methods["two passes"][FINAL]
     ends = f"of Lopti's runs goes from {lopti.min():.3f} to {lopti.max():.3f}"
-    assert ends.replace("0.", ".") in text_of("R11")
+    assert ends in text_of("R11")
     ends = f"with two passes goes from {two_passes.min():.3f} to {two_passes.max():.3f}"
-    assert ends.replace("0.", ".") in text_of("R11")
+    assert ends in text_of("R11")
 
 
 def test_r11_takes_each_method_at_its_best_rate():
@@ -586,9 +595,9 @@ def test_r11_takes_each_method_at_its_best_rate():
 # The pictures -------------------------------------------------------------------------------------
 
 
-def test_the_table_of_the_answers_in_short():
+def test_the_main_comparison():
     """Its cells are those of R3, R6, R10 and R11."""
-    start = PAGE.partition("## The answers in short")[2]
+    start = PAGE.partition("## The main comparison")[2]
     lines = [line for line in start.splitlines()[:30] if line.startswith("| ")]
     cells = {}
     for line in lines[1:]:
@@ -601,10 +610,10 @@ def test_the_table_of_the_answers_in_short():
     alone = ["not run", r10["AR, α = 1"][0], "not run"]
     assert cells.pop("AR, α = 1") == [r6["AR − GRPO"][2], *alone]
     for name, of_others in cells.items():
-        short_name = "AR" if name == "AR, α = .3" else name
+        short_name = "AR" if name == "AR, α = 0.3" else name
         in_r3 = r3[f"{short_name} − GRPO"]
         assert of_others == [in_r3[0], in_r3[1], r10[name][0], r11[short_name][0]]
-    assert list(cells) == ["AR, α = .3", "Lopti", "two passes"]
+    assert list(cells) == ["AR, α = 0.3", "Lopti", "two passes"]
 
 
 def test_r12():
@@ -624,7 +633,7 @@ def test_r12():
         assert abs(float(seconds) - row["seconds"]) < 0.0501
         assert memory == f"{row['peak_GiB']} GiB"
     assert f"up to {step.reserved_GiB.max()} GiB" in text_of("R12")
-    assert f".{100 * whole.low_probability_share.item():.0f} of the tokens" in text_of("R12")
+    assert f"0.{100 * whole.low_probability_share.item():.0f} of the tokens" in text_of("R12")
     long = lines[lines.longest == 256].set_index("run").ms_a_token
     assert f"took {long.cudnn_off:.0f} ms for each position" in text_of("R12")
     assert f"and {long.cudnn_on:.0f} ms with it" in text_of("R12")

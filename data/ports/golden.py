@@ -23,7 +23,7 @@ Outputs:
     prompts (B,), one token each; responses: a list of tokens each
     temperature; mini_batch_size: responses of an optimizer step; micro_batch_size: responses of a
         forward and backward pass, which must change nothing
-    learning_rate, weight_decay, max_grad_norm of AdamW (betas .9 and .999, epsilon 1e-8)
+    learning_rate, weight_decay, max_grad_norm of AdamW (betas 0.9 and 0.999, epsilon 1e-8)
 Outputs:
     old_logprobs, ref_logprobs, advantages (after Eq. 4) and low: a list for each response
     steps: one for each pass and mini-batch, in their order: pass ("all", "low" or "high"),

@@ -81,7 +81,7 @@ def off_by(port, case):
 
 
 def test_golden_json_reaches_every_clip_and_mistake():
-    """Each clip is active in some case, and each mistake moves some logit by .005 or more."""
+    """Each clip is active in some case, and each mistake moves some logit by 0.005 or more."""
     for kind in golden.CLIPS:
         passes = [case["passes"]["all"] for case in GOLDEN["cases"]]
         assert sum(found[f"clip_{kind}_share"] > 0 for found in passes) >= 3
@@ -166,7 +166,7 @@ def test_level_2_names_two_mistakes_and_choices(knows, capsys):
 
 
 def test_level_2_sees_a_small_mistake(knows, capsys):
-    """A weight decay of .011 in place of .01 moves a logit by about a thousandth: wrong."""
+    """A weight decay of 0.011 in place of 0.01 moves a logit by about a thousandth: wrong."""
     knows([])
     decay = 'weight_decay=case["weight_decay"]'
     port = changed_port((decay, f'{decay} + 0.001 * (case["weight_decay"] < 1)'))
