@@ -34,9 +34,10 @@ At level 3 the printed numbers say how far the gradient norms, the change of all
 relative) and single weights (absolute) are from golden.json.
 
 If level 1 or 2 finds wrong numbers, the program looks for a known mistake that gives the same wrong
-numbers: first single mistakes of mistakes.diff, then pairs of them. It tries 1,000 candidates at
-most, which takes about a minute. The exit code is 0 for a right port and 1 for a wrong one.
+numbers: first single mistakes of mistakes.diff, then pairs of them.
+It tries 1,000 candidates at most, which takes about a minute.
 
+The exit code is 0 for a right port and 1 for a wrong one.
 README.md here names four choices. A port may make them in another way than lopti.py; then it is
 right, too, and its choice is printed.
 """
