@@ -179,7 +179,7 @@ def first_step(model, measured):
     [(value, half)] = chosen[["value", "half_interval"]].to_numpy()
     if float(value) == 0:
         value = "0"
-    elif measured.startswith("gain") and not value.startswith("-"):
+    elif "gain" in measured and not value.startswith("-"):
         value = f"+{value}"
     return f"{value} ± {half}".replace("-", "−")
 
@@ -209,6 +209,10 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
     others = FIRST_STEPS[(FIRST_STEPS.measured == difference) & ~FIRST_STEPS.model.isin(changes)]
     low = others.value.astype(float) - others.half_interval.astype(float)
     assert len(others) == 7 and (others.value.astype(float) > 0).all() and (low > 0).sum() == 4
+    of_others = FIRST_STEPS[FIRST_STEPS.model.isin(others.model)].set_index("measured")
+    ratios = of_others.value["norm of π < 0.25 / norm of π ≥ 0.75"].astype(float)
+    text = f"was {ratios.min()} to {ratios.max()} times that of π ≥ 0.75"
+    assert text in text_of("R1")
     for tokens, cells in table.items():
         for model, cell in zip(("the paper's 7B model", "SmolLM2", "bundled"), cells, strict=True):
             row = norms.loc[model, tokens]
@@ -280,7 +284,7 @@ def test_r3_by_the_formulas():
     p_values = dict(zip(both_models, corrected, strict=True))
     two_passes = p_values["two passes − GRPO", 1]
     lopti = p_values["Lopti − GRPO", 1]
-    text = f"(after correction p = {two_passes:.2f}, and {lopti:.3f} for Lopti)"
+    text = f"(p = {two_passes:.2f} after correction; for Lopti p = {lopti:.3f})"
     assert text in text_of("R3")
     smollm2 = RUNS[RUNS.experiment.eq("R3") & RUNS.model.eq("SmolLM2") & RUNS.method.eq("GRPO")]
     text = (
@@ -406,7 +410,7 @@ def test_r7():
         computed.append(synthetic("noise at low π", method, "at the best learning rate"))
     last = "noise depends on the first decision"
     check_text("R7", *computed, synthetic(last, UNBIASED, "at equal KL"))
-    of_ar, of_lopti = tables("R7")
+    _, of_ar, of_lopti = tables("R7")
     assert list(of_ar) == list(of_lopti)
     table = {row: [*of_ar[row], *of_lopti[row]] for row in of_ar}  # they are corrected together
     cells = {}
@@ -424,13 +428,15 @@ def test_r7():
 
 def test_r8_and_r9():
     """Their tables and every interval beside them are in first_steps.csv."""
+    averages = ["average π by the mean gradient", "average π by the squared norm"]
+    predicted = "predicted gain of AR α = 0.3, gradient descent"
     descent = ["gain of AR α = 0.3, gradient descent", "gain of Lopti, gradient descent"]
-    columns = [*descent, "gain of AR α = 0.3, AdamW"]
+    measured = [*descent, "gain of AR α = 0.3, AdamW"]
     [of_models] = tables("R8")
-    check_first_steps(of_models, columns, bold=columns)
+    check_first_steps(of_models, [*averages, predicted, *measured], bold=measured)
     [of_settings] = tables("R9")
     norms = "norm of π < 0.25 / norm of π ≥ 0.75"
-    check_first_steps(of_settings, [norms, *descent], bold=descent)
+    check_first_steps(of_settings, [norms, predicted, *descent], bold=descent)
 
     beside = {}
     beside["R8"] = []
@@ -475,7 +481,7 @@ def test_r10():
         cells[row, 0] = differences(wordy(method, 0.005), wordy("GRPO", 0.005))
     cells["AR, α = 0.3", 0] = differences(wordy("AR", 0.005), wordy("GRPO", 0.005))
     longer = wordy("GRPO", 0.007071)  # √2 times 0.005
-    controls = {}
+    of_longer = {}
     for row, method in (
         ("GRPO", "GRPO"),
         ("unbiased AR, α = 1", UNBIASED),
@@ -483,10 +489,15 @@ def test_r10():
         ("Lopti", "Lopti"),
         ("oracle", "oracle"),
     ):
-        controls[row, 0] = differences(wordy(method, 0.005), longer)
-    first_table, second_table, third_table = tables("R10")
-    check_table(first_table, cells)
-    check_table(second_table, controls)
+        of_longer[row, 2] = differences(wordy(method, 0.005), longer)
+    table, of_settings = tables("R10")
+    check_table(table, cells, of_longer)
+    means = [
+        first_step("wordy", f"average π by the {each}")[:4]
+        for each in ("mean gradient", "squared norm")
+    ]
+    text = "average π of the reward is {}, and its average π of a step is {} (R8)."
+    assert text.format(*means) in text_of("R10")
 
     unbiased = wordy(UNBIASED, 0.005)
     two_passes = wordy("two passes", 0.005)
@@ -503,8 +514,8 @@ def test_r10():
     ):
         job = {"rate": rate, "optimizer": optimizer}
         other_jobs[row, 0] = differences(wordy(UNBIASED, **job), wordy("GRPO", **job))
-        assert third_table[row][1] == str(len(other_jobs[row, 0]))
-    check_table(third_table, other_jobs)
+        assert of_settings[row][1] == str(len(other_jobs[row, 0]))
+    check_table(of_settings, other_jobs)
     check_text("R10", lead, lead.loc[200:209], over_longer, of_bias)
     levels = []
     for part in (wordy("GRPO", 0.005, range(100, 110)), wordy("GRPO", 0.005, range(200, 210))):
@@ -569,7 +580,7 @@ def test_r11():
             unbiased = p_values["unbiased AR, α = 1", 0]
             assert f"(p = {unbiased:.2f})" in text_of("R11")
         else:
-            assert f"that is significant (p = {p})" in text_of("R11")
+            assert f"is significant (p = {p})" in text_of("R11")
     grpo = methods["GRPO"]
     text = f"GRPO's final accuracy is {short(grpo[FINAL].mean())} ({first_accuracy(grpo)} in the"
     assert text in text_of("R11")
@@ -604,7 +615,7 @@ def test_the_main_comparison():
         name, *others = [cell.strip() for cell in line.strip("|").split("|")]
         cells[name] = others
     r3, _ = tables("R3")
-    r10, _, _ = tables("R10")
+    r10, _ = tables("R10")
     [r6] = tables("R6")
     [r11] = tables("R11")
     alone = ["not run", r10["AR, α = 1"][0], "not run"]
