@@ -188,7 +188,7 @@ def bars(values, halves, colors, title, ylabel):
 
     `halves` is a table of the same shape, with half of each interval.
     """
-    labels = values.index.str.replace(", ", ",\n")  # two lines
+    labels = values.index.str.replace(", ", ",\n").str.replace(" ≤ π", " ≤\nπ")  # two lines
     values = values.set_axis(labels)
     halves = halves.set_axis(labels)
     style = {"figsize": (12, 4.8), "width": 0.8, "capsize": 4, "rot": 0, "xlabel": ""}
