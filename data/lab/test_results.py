@@ -411,6 +411,7 @@ def test_r7():
     for method in ("AR", "AR α = 1", "Lopti"):
         computed.append(synthetic("noise at low π", method, "at the best learning rate"))
     last = "noise depends on the first decision"
+    computed.append(synthetic("noise at low π", "reversed Lopti", "at equal KL", "AdamW"))
     check_text("R7", *computed, synthetic(last, UNBIASED, "at equal KL"))
     _, table, of_others = tables("R7")
     assert list(table) == list(of_others)
