@@ -981,6 +981,24 @@ def test_help_has_every_flag(capsys):
             assert set(re.findall(r"--[a-z][a-z-]*", command)) <= named, command
 
 
+def test_the_python_on_the_pages():
+    """Every block compiles, and the reward of GUIDE gives what the page says."""
+    blocks = []
+    for page in (
+        "README.md",
+        "data/GUIDE.md",
+        "data/ports/README.md",
+        "data/lab/results/RESULTS.md",
+    ):
+        blocks += re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    names = {}
+    for block in blocks:
+        code = compile(block, "a page", "exec")
+        if "def last_word" in block:
+            exec(code, names)  # noqa: S102
+    assert names["last_word"](["It is a cat.", "A dog", ""], ["cat"] * 3) == [1.0, 0.0, 0.0]
+
+
 REFUSED = {  # flags: what the sentence names
     "--model no/such-model": "cannot load --model no/such-model",
     "--model weights": "cannot load --model weights",  # without a tokenizer
