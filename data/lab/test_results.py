@@ -393,7 +393,7 @@ def test_r6():
     )
     levels = [short(biased[2].training_accuracy.mean()), first_accuracy(grpo)]
     levels.append(short(grpo.training_accuracy.mean()))
-    text = "with α = 1 the accuracy in training is {}, little more than the {} of the first step, "
+    text = "With α = 1 the accuracy in training is {}, little more than the {} of the first step, "
     assert (text + "whereas GRPO's is {}.").format(*levels) in text_of("R6")
 
 
