@@ -22,7 +22,7 @@ COLORS = {
     "low": "#D55E00",
     "high": "#0072B2",
     "GRPO": "#555555",
-    "GRPO, two passes": "#8B5A2B",
+    "two-pass GRPO": "#8B5A2B",
     "AR, α = 0.3": "#B79AD0",
     "AR, α = 1": "#6A3D9A",
     "Lopti": "#009E73",

@@ -13,13 +13,13 @@ from scipy import stats
 RESULTS = Path(__file__).resolve().parent / "results"
 COLORS = {  # of the methods; colour-blind readers can tell them apart
     "GRPO": "#16191d",
-    "two passes": "#8B5A2B",
+    "two-pass GRPO": "#8B5A2B",
     "AR": "#B79AD0",
     "AR α = 1": "#6A3D9A",
     "Lopti": "#009E73",
     "AR + Lopti": "#E69F00",
 }
-LABELS = {"two passes": "GRPO, two passes", "AR": "AR, α = 0.3", "AR α = 1": "AR, α = 1"}
+LABELS = {"AR": "AR, α = 0.3", "AR α = 1": "AR, α = 1"}
 TASKS = {  # the panels of synthetic_tasks.svg: (task, optimizer) → title
     ("noise at low π", "fixed norm"): (
         "Low-probability tokens are noise,\nand each step has a fixed norm:\n"
@@ -53,7 +53,7 @@ def learning_curves(runs, steps):
     """
     chosen = runs[(runs.experiment == "R3") & (runs.model == "bundled")]
     curves = {}
-    for method in ("AR + Lopti", "AR", "two passes", "Lopti", "GRPO"):
+    for method in ("AR + Lopti", "AR", "two-pass GRPO", "Lopti", "GRPO"):
         of_method = steps[steps.run.isin(chosen.run[chosen.method == method])]
         by_step = of_method.pivot(index="step", columns="run", values="accuracy")
         curves[method] = by_step.rolling(5, center=True).mean().dropna().T
@@ -84,7 +84,7 @@ def differences(tasks):
     for pair in TASKS:
         of_pair = at_equal_kl[(at_equal_kl.task == pair[0]) & (at_equal_kl.optimizer == pair[1])]
         by_seed = of_pair.pivot(index="seed", columns="method", values="accuracy")
-        methods = ["AR α = 1", "AR", "Lopti", "two passes"]
+        methods = ["AR α = 1", "AR", "Lopti", "two-pass GRPO"]
         found[pair] = by_seed[methods].sub(by_seed["GRPO"], axis="index")
     return found
 

@@ -262,11 +262,11 @@ def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
 
 def test_r3_by_the_formulas():
     methods = {}
-    for method in ("GRPO", "AR", "Lopti", "two passes", "AR + Lopti", "oracle"):
+    for method in ("GRPO", "AR", "Lopti", "two-pass GRPO", "AR + Lopti", "oracle"):
         methods[method] = runs("R3", method, model="bundled")
     both_models = {}
     at_rates = {}
-    for pair in ("AR − GRPO", "Lopti − GRPO", "two passes − GRPO", "Lopti − two passes"):
+    for pair in ("AR − GRPO", "Lopti − GRPO", "two-pass GRPO − GRPO", "Lopti − two-pass GRPO"):
         first, second = pair.split(" − ")
         both_models[pair, 0] = differences(methods[first], methods[second])
         of_rates = []
@@ -284,7 +284,7 @@ def test_r3_by_the_formulas():
 
     corrected = holm([p_value(each) for each in both_models.values()])
     p_values = dict(zip(both_models, corrected, strict=True))
-    two_passes = p_values["two passes − GRPO", 1]
+    two_passes = p_values["two-pass GRPO − GRPO", 1]
     lopti = p_values["Lopti − GRPO", 1]
     text = f"(p = {two_passes:.2f} after correction; for Lopti p = {lopti:.3f})"
     assert text in text_of("R3")
@@ -298,7 +298,7 @@ def test_r3_by_the_formulas():
     assert text.format(*levels) in text_of("R3")
     assert f"whose final accuracy is {short(methods['GRPO'][FINAL].mean())}:" in text_of("R3")
     final = []
-    for method in ("oracle", "AR", "Lopti", "two passes", "AR + Lopti"):
+    for method in ("oracle", "AR", "Lopti", "two-pass GRPO", "AR + Lopti"):
         final.append(differences(methods[method], methods["GRPO"], FINAL))
         assert p_value(final[-1]) > 0.05
     check_text("R3", differences(methods["oracle"], methods["GRPO"]), *final)
@@ -308,7 +308,7 @@ def test_r4():
     """The differences from GRPO in training, and at equal KL; the KL at the end."""
     grpo = runs("R4", "GRPO")
     methods = {}
-    for method, row in (("Lopti", "Lopti"), ("two passes", "two passes")):
+    for method, row in (("Lopti", "Lopti"), ("two-pass GRPO", "two-pass GRPO")):
         methods[row] = runs("R4", method, learning_rate=1e-4)
         methods[f"{row}, half the rate"] = runs("R4", method, learning_rate=5e-5)
     [table] = tables("R4")
@@ -323,8 +323,8 @@ def test_r4():
     text = f"GRPO ends at a KL of {last_kl(grpo)} and has an accuracy of {level} in training."
     assert text in text_of("R4")
     check_text("R4")
-    interval = stats.ttest_1samp(equal_kl["two passes", 1], 0).confidence_interval()
-    text = "For two passes this was wrong: the interval that we found does not contain −0.08."
+    interval = stats.ttest_1samp(equal_kl["two-pass GRPO", 1], 0).confidence_interval()
+    text = "For two-pass GRPO this was wrong: the interval that we found does not contain −0.08."
     assert text in text_of("R4") and interval.low > -0.08
 
 
@@ -338,13 +338,13 @@ def test_r5():
     bundled = {}
     for experiment, method in (
         ("R3", "Lopti"),
-        ("R3", "two passes"),
+        ("R3", "two-pass GRPO"),
         ("R5", "random split"),
         ("R5", "reversed Lopti"),
     ):
         bundled[method] = early(runs(experiment, method, model="bundled"))
     new_seeds = differences(
-        runs("R4", "Lopti", learning_rate=1e-4), runs("R4", "two passes", learning_rate=1e-4)
+        runs("R4", "Lopti", learning_rate=1e-4), runs("R4", "two-pass GRPO", learning_rate=1e-4)
     )
     in_training = {}
     of_early_steps = {}
@@ -361,10 +361,10 @@ def test_r5():
             of_both = [runs("R5", method, model="one-wording") for method in (first, second)]
             in_training[row, 1] = differences(*of_both)
         in_training[row, 2] = differences(wordy(first, 0.005), wordy(second, 0.005))
-    in_training["Lopti − two passes", 0] = pandas.concat(
-        [in_training["Lopti − two passes", 0], new_seeds]
+    in_training["Lopti − two-pass GRPO", 0] = pandas.concat(
+        [in_training["Lopti − two-pass GRPO", 0], new_seeds]
     )
-    assert len(in_training["Lopti − two passes", 0]) == 20
+    assert len(in_training["Lopti − two-pass GRPO", 0]) == 20
     check_table(table, in_training)
     check_table(in_time, of_early_steps, final)
     example = f"*Lopti − reversed Lopti: {table['Lopti − reversed Lopti'][0]}*"
@@ -412,6 +412,7 @@ def test_r7():
         computed.append(synthetic("noise at low π", method, "at the best learning rate"))
     last = "noise depends on the first decision"
     computed.append(synthetic("noise at low π", "reversed Lopti", "at equal KL", "AdamW"))
+    computed.append(synthetic("noise at low π", "two-pass GRPO", "at equal KL"))
     check_text("R7", *computed, synthetic(last, UNBIASED, "at equal KL"))
     _, table, of_others = tables("R7")
     assert list(table) == list(of_others)
@@ -481,7 +482,7 @@ def test_r10():
     for column, seeds in enumerate((range(100, 110), range(200, 210))):
         for row, method in (
             ("unbiased AR, α = 1", UNBIASED),
-            ("two passes", "two passes"),
+            ("two-pass GRPO", "two-pass GRPO"),
         ):
             each = differences(wordy(method, 0.005, seeds), wordy("GRPO", 0.005, seeds))
             cells[row, column] = each
@@ -493,7 +494,7 @@ def test_r10():
     for row, method in (
         ("GRPO", "GRPO"),
         ("unbiased AR, α = 1", UNBIASED),
-        ("two passes", "two passes"),
+        ("two-pass GRPO", "two-pass GRPO"),
         ("Lopti", "Lopti"),
         ("oracle", "oracle"),
     ):
@@ -509,7 +510,7 @@ def test_r10():
     assert text.format(*means) in text_of("R10")
 
     unbiased = wordy(UNBIASED, 0.005)
-    two_passes = wordy("two passes", 0.005)
+    two_passes = wordy("two-pass GRPO", 0.005)
     lead = at_equal_kl(unbiased, two_passes, lowest=0.0005)
     over_longer = at_equal_kl(unbiased, longer, lowest=0.0005)
     of_bias = differences(unbiased, wordy("AR α = 1", 0.005))
@@ -534,7 +535,7 @@ def test_r10():
     assert f"{text}, and with the new seeds {new_start} and {new_level}." in text_of("R10")
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
-    assert f"they end at a KL of {last_kl(two_passes)}. Unbiased AR ends at" in text_of("R10")
+    assert f"it ends at a KL of {last_kl(two_passes)}. Unbiased AR ends at" in text_of("R10")
     assert f"{ends[0]} with the first seeds and at {ends[1]} with the new ones." in text_of("R10")
     assert f"Long-step GRPO ends at a KL of {last_kl(longer)};" in text_of("R10")
 
@@ -542,12 +543,12 @@ def test_r10():
 def earlier_comparison():
     """R11's differences from GRPO at one learning rate. One is significant, Lopti's in training."""
     of_methods = {}
-    for method in ("GRPO", "two passes", "Lopti", "oracle", "AR", UNBIASED):
+    for method in ("GRPO", "two-pass GRPO", "Lopti", "oracle", "AR", UNBIASED):
         of_methods[method] = runs("R11, first comparison", method, learning_rate=3e-5)
     named = []
     for measure in ("training_accuracy", FINAL):
         cells = {}
-        for method, other in itertools.product(of_methods, ("GRPO", "two passes")):
+        for method, other in itertools.product(of_methods, ("GRPO", "two-pass GRPO")):
             if method not in ("GRPO", other):
                 cells[method, other] = differences(of_methods[method], of_methods[other], measure)
         corrected = holm([p_value(each) for each in cells.values()])
@@ -562,19 +563,19 @@ def earlier_comparison():
                 f"There the p-value of Lopti's gain in training is {p} after correction"
                 in text_of("R11")
             )
-        named += [cells[method, "GRPO"] for method in ("Lopti", "two passes", "oracle")]
+        named += [cells[method, "GRPO"] for method in ("Lopti", "two-pass GRPO", "oracle")]
     return named
 
 
 def test_r11():
     methods = {"GRPO": runs("R11", "GRPO"), "unbiased AR, α = 1": runs("R11", UNBIASED)}
-    for method in ("oracle", "AR", "two passes", "Lopti"):
+    for method in ("oracle", "AR", "two-pass GRPO", "Lopti"):
         methods[method] = runs("R11", method)
     [table] = tables("R11")
     final = {}
     training = {}
     for row in table:
-        for column, other in enumerate(("GRPO", "two passes")):
+        for column, other in enumerate(("GRPO", "two-pass GRPO")):
             if row != other:
                 final[row, column] = differences(methods[row], methods[other], FINAL)
                 training[row, column] = differences(methods[row], methods[other])
@@ -595,10 +596,10 @@ def test_r11():
     assert text in text_of("R11")
     check_text("R11", training["oracle", 0], *earlier_comparison())
     lopti = methods["Lopti"][FINAL]
-    two_passes = methods["two passes"][FINAL]
+    two_passes = methods["two-pass GRPO"][FINAL]
     ends = f"of Lopti's runs goes from {lopti.min():.3f} to {lopti.max():.3f}"
     assert ends in text_of("R11")
-    ends = f"with two passes goes from {two_passes.min():.3f} to {two_passes.max():.3f}"
+    ends = f"of two-pass GRPO goes from {two_passes.min():.3f} to {two_passes.max():.3f}"
     assert ends in text_of("R11")
 
 
@@ -633,7 +634,7 @@ def test_the_main_comparison():
         short_name = "AR" if name == "AR, α = 0.3" else name
         in_r3 = r3[f"{short_name} − GRPO"]
         assert of_others == [in_r3[0], in_r3[1], r10[name][0], r11[short_name][0]]
-    assert list(cells) == ["AR, α = 0.3", "Lopti", "two passes"]
+    assert list(cells) == ["AR, α = 0.3", "Lopti", "two-pass GRPO"]
 
 
 def test_r12():
