@@ -665,7 +665,7 @@ def test_r12():
     assert len(of_readme) == 24
     assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
     readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
-    shown_there = f"It took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
+    shown_there = f"The step took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
     assert shown_there in " ".join(readme.split())
 
 
