@@ -7,6 +7,7 @@ import contextlib
 import doctest
 import io
 import itertools
+import json
 import re
 import sys
 from pathlib import Path
@@ -666,6 +667,20 @@ def test_r12():
     readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
     shown_there = f"The step took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
     assert shown_there in " ".join(readme.split())
+
+
+def test_the_table_of_readme():
+    """Its rows are those of the two runs' evaluations, as `lopti.report` writes them."""
+    readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
+    lines = (RESULTS / "readme_evaluations.jsonl").read_text().splitlines()
+    before, after, of_grpo_before, of_grpo = [json.loads(line)["table"] for line in lines]
+    assert before == of_grpo_before
+    for measure, people in (("greedy", "2"), ("greedy", "3"), ("greedy", "all"), ("avg@4", "all")):
+        row = f"{measure:<8}{people:>8}"
+        for table in (before, after, of_grpo):
+            cell = "{:.2f} [{:.2f}, {:.2f}]".format(*table[measure][people])
+            row += f"{cell:>21}"
+        assert f"\n{row}\n" in readme
 
 
 def test_the_pictures_on_record_are_what_the_program_draws(tmp_path, monkeypatch):
