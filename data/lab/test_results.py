@@ -28,6 +28,7 @@ from scipy import stats
 
 RESULTS = HERE / "results"
 PAGE = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+README = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
 RUNS = pandas.read_csv(RESULTS / "runs.csv")
 STEPS = pandas.read_csv(RESULTS / "steps.csv")
 TASKS = pandas.read_csv(RESULTS / "synthetic_tasks.csv")
@@ -314,9 +315,9 @@ def test_r4():
     """The differences from GRPO in training, and at equal KL; the KL at the end."""
     grpo = runs("R4", "GRPO")
     methods = {}
-    for method, row in (("Lopti", "Lopti"), ("two-pass GRPO", "two-pass GRPO")):
-        methods[row] = runs("R4", method, learning_rate=1e-4)
-        methods[f"{row}, half the rate"] = runs("R4", method, learning_rate=5e-5)
+    for method in ("Lopti", "two-pass GRPO"):
+        methods[method] = runs("R4", method, learning_rate=1e-4)
+        methods[f"{method}, half the rate"] = runs("R4", method, learning_rate=5e-5)
     [table] = tables("R4")
     in_training = {}
     equal_kl = {}
@@ -664,14 +665,12 @@ def test_r12():
     of_readme = pandas.read_json(RESULTS / "readme_run_h100.jsonl", lines=True)
     assert len(of_readme) == 24
     assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
-    readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
     shown_there = f"The step took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
-    assert shown_there in " ".join(readme.split())
+    assert shown_there in " ".join(README.split())
 
 
 def test_the_table_of_readme():
     """Its rows are those of the two runs' evaluations, as `lopti.report` writes them."""
-    readme = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
     lines = (RESULTS / "readme_evaluations.jsonl").read_text().splitlines()
     before, after, of_grpo_before, of_grpo = [json.loads(line)["table"] for line in lines]
     assert before == of_grpo_before
@@ -680,7 +679,7 @@ def test_the_table_of_readme():
         for table in (before, after, of_grpo):
             cell = "{:.2f} [{:.2f}, {:.2f}]".format(*table[measure][people])
             row += f"{cell:>21}"
-        assert f"\n{row}\n" in readme
+        assert f"\n{row}\n" in README
 
 
 def test_the_pictures_on_record_are_what_the_program_draws(tmp_path, monkeypatch):
