@@ -1,4 +1,4 @@
-"""Computes the numbers of results/RESULTS.md anew from the csv files beside it.
+"""Computes the numbers of results/RESULTS.md and of its notes anew from the csv files there.
 
 python -m pytest -q data/lab/test_results.py
 """
@@ -28,6 +28,7 @@ from scipy import stats
 
 RESULTS = HERE / "results"
 PAGE = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+NOTES = (RESULTS / "README.md").read_text(encoding="utf-8")
 README = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
 RUNS = pandas.read_csv(RESULTS / "runs.csv")
 STEPS = pandas.read_csv(RESULTS / "steps.csv")
@@ -41,13 +42,13 @@ UNBIASED = "AR α = 1 without bias"
 
 
 def section(name):
-    """The text of the section R1, R2 or so, without its heading, and then its note."""
+    """The text of the section R1, R2 or so, without its heading, and then its notes."""
     text = PAGE.split(f"\n## {name}. ")[1].split("\n## ")[0].partition("\n")[2]
-    return text + PAGE.partition(f"\n### {name}\n")[2].split("\n### ")[0]
+    return text + NOTES.split(f"\n## {name}\n")[1].split("\n## ")[0]
 
 
 def tables(name):
-    """The tables of a section and of its note, see tables_in."""
+    """The tables of a section and of its notes, see tables_in."""
     return tables_in(section(name))
 
 
@@ -303,7 +304,8 @@ def test_r3_by_the_formulas():
     for of_model in (methods["GRPO"], smollm2):
         levels += [short(of_model.training_accuracy.mean()), first_accuracy(of_model)]
     assert text.format(*levels) in text_of("R3")
-    assert f"whose final accuracy is {short(methods['GRPO'][FINAL].mean())}:" in text_of("R3")
+    level = short(methods["GRPO"][FINAL].mean())
+    assert f"GRPO's final accuracy is {level}, and the differences from it are:" in text_of("R3")
     final = []
     for method in ("oracle", "AR", "Lopti", "two-pass GRPO", "AR + Lopti"):
         final.append(differences(methods[method], methods["GRPO"], FINAL))
