@@ -194,15 +194,26 @@ def first_step(model, measured):
     return f"{value} ± {half}".replace("-", "−")
 
 
+def bold_if_clear(model, measured):
+    """A line of first_steps.csv as a table writes it: bold if the interval excludes 0."""
+    text = first_step(model, measured)
+    value, half = text.replace("−", "-").split(" ± ")
+    return f"**{text}**" if abs(float(value)) > float(half) else text
+
+
 def check_first_steps(table, columns, bold):
     """Each cell is in first_steps.csv; in the columns `bold` it is bold if it excludes 0."""
     for model, cells in table.items():
         for measured, cell in zip(columns, cells, strict=True):
-            text = first_step(model, measured)
-            value, half = text.replace("−", "-").split(" ± ")
-            if measured in bold and abs(float(value)) > float(half):
-                text = f"**{text}**"
-            assert cell == text, (model, measured)
+            written = bold_if_clear if measured in bold else first_step
+            assert cell == written(model, measured), (model, measured)
+
+
+WORDY_STEPS = {
+    "AR, α = 1": "gain of AR α = 1, gradient descent",
+    "unbiased AR, α = 1": "gain of AR α = 1 without bias, gradient descent",
+    "Lopti": "gain of Lopti, gradient descent",
+}
 
 
 def test_r1_is_its_csv_and_what_diagnose_printed():
@@ -211,7 +222,7 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
     norms = pandas.read_csv(RESULTS / "r1.csv").set_index(["model", "tokens"])
     names = {"π < 0.25": "π < 0.25", "π ≥ 0.75": "π ≥ 0.75"}
     names |= {"0.25 ≤ π < 0.5": "0.25 to 0.5", "0.5 ≤ π < 0.75": "0.5 to 0.75"}
-    table, changes = tables("R1")
+    table, changes, of_others = tables("R1")
     difference = "difference of the two updates"
     check_first_steps(
         changes, ["update on π < 0.25", "update on π ≥ 0.75", difference], bold=[difference]
@@ -219,9 +230,12 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
     others = FIRST_STEPS[(FIRST_STEPS.measured == difference) & ~FIRST_STEPS.model.isin(changes)]
     low = others.value.astype(float) - others.half_interval.astype(float)
     assert len(others) == 7 and (others.value.astype(float) > 0).all() and (low > 0).sum() == 4
-    of_others = FIRST_STEPS[FIRST_STEPS.model.isin(others.model)].set_index("measured")
-    ratios = of_others.value["norm of π < 0.25 / norm of π ≥ 0.75"].astype(float)
-    text = f"a gradient {ratios.min()} to {ratios.max()} times as long as that of"
+    norms_of_others = "norm of π < 0.25 / norm of π ≥ 0.75"
+    check_first_steps(of_others, [norms_of_others, difference], bold=[difference])
+    assert set(of_others) == set(others.model)
+    ratios = FIRST_STEPS[FIRST_STEPS.model.isin(others.model)].set_index("measured").value
+    ratios = ratios[norms_of_others].astype(float)
+    text = f"the gradient norm for π < 0.25 was {ratios.min()} to {ratios.max()} times that for"
     assert text in text_of("R1")
     for tokens, cells in table.items():
         for model, cell in zip(("the paper's 7B model", "SmolLM2", "bundled"), cells, strict=True):
@@ -286,7 +300,7 @@ def test_r3_by_the_formulas():
         both_models[pair, 1] = sum(of_rates) / 3
     of_both = differences(methods["AR + Lopti"], methods["GRPO"])
     both_models["AR + Lopti − GRPO", 0] = of_both
-    first_table, second_table = tables("R3")
+    first_table, second_table, of_final = tables("R3")
     check_table(first_table, both_models)
     check_table(second_table, at_rates)
 
@@ -305,12 +319,13 @@ def test_r3_by_the_formulas():
         levels += [short(of_model.training_accuracy.mean()), first_accuracy(of_model)]
     assert text.format(*levels) in text_of("R3")
     level = short(methods["GRPO"][FINAL].mean())
-    assert f"GRPO's final accuracy is {level}, and the differences from it are:" in text_of("R3")
-    final = []
-    for method in ("oracle", "AR", "Lopti", "two-pass GRPO", "AR + Lopti"):
-        final.append(differences(methods[method], methods["GRPO"], FINAL))
-        assert p_value(final[-1]) > 0.05
-    check_text("R3", differences(methods["oracle"], methods["GRPO"]), *final)
+    assert f"There GRPO's final accuracy is {level}, and" in text_of("R3")
+    final = {}
+    for method in of_final:
+        final[method, 0] = differences(methods[method], methods["GRPO"], FINAL)
+        assert p_value(final[method, 0]) > 0.05
+    check_table(of_final, final)
+    check_text("R3", differences(methods["oracle"], methods["GRPO"]))
 
 
 def test_r4():
@@ -393,14 +408,15 @@ def test_r6():
         cells["AR − GRPO", column] = differences(biased[column], grpo)
         cells["unbiased AR − GRPO", column] = differences(unbiased[column], grpo)
         cells["unbiased AR − AR", column] = differences(unbiased[column], biased[column])
-    [table] = tables("R6")
+    table, of_half = tables("R6")
     check_table(table, cells)
-    check_text(
-        "R6",
-        cells["unbiased AR − AR", 2].loc[5:9],
-        cells["unbiased AR − GRPO", 2].loc[5:9],
-        cells["unbiased AR − GRPO", 1].loc[5:9],
-    )
+    half_of_the_seeds = {}
+    for (row, column), each in cells.items():
+        if row in of_half and column > 0:
+            half_of_the_seeds[row, column - 1] = each.loc[5:9]
+    check_table(of_half, half_of_the_seeds)
+    check_text("R6")
+
     levels = [short(biased[2].training_accuracy.mean()), first_accuracy(grpo)]
     levels.append(short(grpo.training_accuracy.mean()))
     text = "With α = 1 the accuracy in training is {}, little more than the {} of the first step, "
@@ -417,14 +433,16 @@ def synthetic(task, method, compared, optimizer="fixed norm"):
 
 def test_r7():
     """The tables have all tasks of the file; what the rule says is the sign of its difference."""
-    computed = []
-    for method in ("AR", "AR α = 1", "Lopti"):
-        computed.append(synthetic("noise at low π", method, "at the best learning rate"))
     last = "noise depends on the first decision"
-    computed.append(synthetic("noise at low π", "reversed Lopti", "at equal KL", "AdamW"))
-    computed.append(synthetic("noise at low π", "two-pass GRPO", "at equal KL"))
-    check_text("R7", *computed, synthetic(last, UNBIASED, "at equal KL"))
-    _, table, of_others = tables("R7")
+    two_passes = synthetic("noise at low π", "two-pass GRPO", "at equal KL")
+    check_text("R7", two_passes, synthetic(last, UNBIASED, "at equal KL"))
+    _, table, of_others, without_kl = tables("R7")
+    at_best_rate = {}
+    for row, method in (("AR, α = 0.3", "AR"), ("AR, α = 1", "AR α = 1"), ("Lopti", "Lopti")):
+        each = synthetic("noise at low π", method, "at the best learning rate")
+        at_best_rate[row, 0] = each
+    check_table(without_kl, at_best_rate)
+
     assert list(table) == list(of_others)
     cells = {}
     others = {}
@@ -449,7 +467,7 @@ def test_r8_and_r9():
     predicted = "predicted gain of AR α = 0.3, gradient descent"
     descent = ["gain of AR α = 0.3, gradient descent", "gain of Lopti, gradient descent"]
     measured = [*descent, "gain of AR α = 0.3, AdamW"]
-    of_models, predictions = tables("R8")
+    of_models, wordy_model, predictions, of_bias = tables("R8")
     check_first_steps(of_models, [*averages, *measured], bold=measured)
     check_first_steps(predictions, [predicted, descent[0]], bold=[])
     assert len(predictions) == 7
@@ -457,28 +475,22 @@ def test_r8_and_r9():
     norms = "norm of π < 0.25 / norm of π ≥ 0.75"
     check_first_steps(of_settings, [norms, *descent], bold=descent)
 
-    beside = {}
-    beside["R8"] = []
-    for model, method in (
-        ("bundled", "α = 1, gradient descent"),
-        ("bundled", "α = 1 without bias, gradient descent"),
-        ("bundled", "α = 1, AdamW"),
-        ("bundled", "α = 1 without bias, AdamW"),
-        ("bundled", "α = 0.3 without bias, gradient descent"),
-        ("wordy", "α = 1, gradient descent"),
-        ("wordy", "α = 1 without bias, gradient descent"),
-    ):
-        beside["R8"].append(first_step(model, f"gain of AR {method}"))
-    for model in of_models:
-        beside["R8"].append(first_step(model, "gain of Lopti, AdamW"))
     trained = tables("R10")[0]
-    for row in ("AR, α = 1", "unbiased AR, α = 1"):
-        beside["R8"].append(trained[row][0].strip("*"))
-    fine_tuning = [norms, *descent]
-    beside["R9"] = [first_step("bundled, fine-tuning", each) for each in fine_tuning]
+    for row, (of_first_step, in_training) in wordy_model.items():
+        assert of_first_step == bold_if_clear("wordy", WORDY_STEPS[row])
+        assert in_training == trained[row][0]
+    for row, method in (("AR", "AR α = {}"), ("unbiased AR", "AR α = {} without bias")):
+        steps = []
+        for alpha, optimizer in ((0.3, "gradient descent"), (1, "gradient descent"), (1, "AdamW")):
+            measured = f"gain of {method.format(alpha)}, {optimizer}"
+            steps.append(bold_if_clear("bundled", measured))
+        assert of_bias[row] == steps
+
+    beside = {"R8": [first_step(model, "gain of Lopti, AdamW") for model in of_models]}
+    beside["R9"] = [first_step("bundled, fine-tuning", each) for each in (norms, *descent)]
     for name, expected in beside.items():
         written = re.findall(r"[+−]?[\d.]+ ± [\d.]*\d", text_of(name))
-        # The text says *a gain of 49.6*, not of +49.6.
+        # The text says *5 ± 1*, a table would say *+5 ± 1*.
         without_plus = [[text.lstrip("+") for text in each] for each in (written, expected)]
         assert sorted(without_plus[0]) == sorted(without_plus[1])
 
@@ -508,13 +520,15 @@ def test_r10():
         ("Lopti", "Lopti"),
     ):
         of_longer[row, 0] = differences(wordy(method, 0.005), longer)
-    table, against_longer, of_settings = tables("R10")
+    table, against_longer, equal_kl, of_settings = tables("R10")
     check_table(table, cells)
     check_table(against_longer, of_longer)
     of_reward, _, _ = first_step("wordy", "average π by the mean gradient").partition(" ± ")
     of_step, _, _ = first_step("wordy", "average π by the squared norm").partition(" ± ")
-    text = f"average π of the reward is {of_reward}, and its average π of a step is {of_step} (R8)."
-    assert text in text_of("R10")
+    text = (
+        f"average π of the mean gradient is {of_reward}, and its average π of the squared norm is"
+    )
+    assert f"{text} {of_step} (R8)." in text_of("R10")
 
     unbiased = wordy(UNBIASED, 0.005)
     two_passes = wordy("two-pass GRPO", 0.005)
@@ -535,7 +549,13 @@ def test_r10():
     check_table(of_settings, other_jobs)
     oracle = wordy("oracle", 0.005)
     of_oracle = [differences(oracle, wordy("GRPO", 0.005)), differences(oracle, longer)]
-    check_text("R10", lead, lead.loc[200:209], over_longer, of_bias, *of_oracle)
+    assert equal_kl == {
+        "unbiased AR − long-step GRPO, first ten seeds": [shown(over_longer)],
+        "unbiased AR − two-pass GRPO, ten new seeds": [shown(lead.loc[200:209])],
+        "unbiased AR − two-pass GRPO, all twenty seeds": [shown(lead)],
+    }
+
+    check_text("R10", of_bias, *of_oracle)
     levels = []
     for part in (wordy("GRPO", 0.005, range(100, 110)), wordy("GRPO", 0.005, range(200, 210))):
         levels.append([short(part.training_accuracy.mean()), first_accuracy(part)])
@@ -544,18 +564,23 @@ def test_r10():
     assert f"{text}, and with the new seeds {new_start} and {new_level}." in text_of("R10")
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
-    assert f"it ends at a KL of {last_kl(two_passes)}. Unbiased AR ends at" in text_of("R10")
-    assert f"{ends[0]} with the first seeds and at {ends[1]} with the new ones." in text_of("R10")
-    assert f"Long-step GRPO ends at a KL of {last_kl(longer)};" in text_of("R10")
+    text = f"Two-pass GRPO ends at a KL of {last_kl(two_passes)} and long-step GRPO at"
+    text += (
+        f" {last_kl(longer)}, but unbiased AR at {ends[0]} with the first seeds and at {ends[1]}"
+    )
+    assert text in text_of("R10")
 
 
-def earlier_comparison():
-    """R11's differences from GRPO at one learning rate. One is significant, Lopti's in training."""
+def check_earlier_comparison(table):
+    """R11 at one learning rate. One difference is significant, Lopti's in training.
+
+    Returns the differences from GRPO in training of the three methods of the table.
+    """
     of_methods = {}
     for method in ("GRPO", "two-pass GRPO", "Lopti", "oracle", "AR", UNBIASED):
         of_methods[method] = runs("R11, first comparison", method, learning_rate=3e-5)
-    named = []
-    for measure in ("training_accuracy", FINAL):
+    in_training = []
+    for column, measure in enumerate(("training_accuracy", FINAL)):
         cells = {}
         for method, other in itertools.product(of_methods, ("GRPO", "two-pass GRPO")):
             if method not in ("GRPO", other):
@@ -563,24 +588,24 @@ def earlier_comparison():
         corrected = holm([p_value(each) for each in cells.values()])
         p_values = dict(zip(cells, corrected, strict=True))
         significant = [pair for pair, p in p_values.items() if p < 0.05]
+        for row, written in table.items():
+            text = shown(cells[row, "GRPO"])
+            assert written[column] == (f"**{text}**" if (row, "GRPO") in significant else text)
         if measure == FINAL:
             assert not significant
         else:
+            in_training = [cells[row, "GRPO"] for row in table]
             assert significant == [("Lopti", "GRPO")]
             p = short(p_values["Lopti", "GRPO"])
-            assert (
-                f"There the p-value of Lopti's gain in training is {p} after correction"
-                in text_of("R11")
-            )
-        named += [cells[method, "GRPO"] for method in ("Lopti", "two-pass GRPO", "oracle")]
-    return named
+            assert f"There the p-value of Lopti's gain in training is {p}," in text_of("R11")
+    return in_training
 
 
 def test_r11():
     methods = {"GRPO": runs("R11", "GRPO"), "unbiased AR, α = 1": runs("R11", UNBIASED)}
     for method in ("oracle", "AR", "two-pass GRPO", "Lopti"):
         methods[method] = runs("R11", method)
-    [table] = tables("R11")
+    table, earlier = tables("R11")
     final = {}
     training = {}
     for row in table:
@@ -604,13 +629,14 @@ def test_r11():
     grpo = methods["GRPO"]
     text = f"GRPO's final accuracy is {short(grpo[FINAL].mean())} ({first_accuracy(grpo)} in the"
     assert text in text_of("R11")
-    check_text("R11", training["oracle", 0], *earlier_comparison())
+    assert list(earlier) == ["Lopti", "two-pass GRPO", "oracle"]
+    check_text("R11", training["oracle", 0], *check_earlier_comparison(earlier))
     lopti = methods["Lopti"][FINAL]
     two_passes = methods["two-pass GRPO"][FINAL]
-    ends = f"of Lopti's runs goes from {lopti.min():.3f} to {lopti.max():.3f}"
+    ends = f"of Lopti's runs lies between {lopti.min():.3f} and {lopti.max():.3f}"
     assert ends in text_of("R11")
-    ends = f"of two-pass GRPO goes from {two_passes.min():.3f} to {two_passes.max():.3f}"
-    assert ends in text_of("R11")
+    ends = f"final accuracy lies between {two_passes.min():.3f} and {two_passes.max():.3f}"
+    assert f"For single runs of two-pass GRPO the {ends}" in text_of("R11")
 
 
 def test_r11_takes_each_method_at_its_best_rate():
@@ -630,10 +656,10 @@ def test_the_main_comparison():
     """Its cells are those of R3, R6, R10 and R11."""
     of_section = PAGE.partition("## The main comparison\n")[2].split("\n## ")[0]
     [cells] = tables_in(of_section)
-    r3, _ = tables("R3")
-    r10, _, _ = tables("R10")
-    [r6] = tables("R6")
-    [r11] = tables("R11")
+    r3 = tables("R3")[0]
+    r10 = tables("R10")[0]
+    r6 = tables("R6")[0]
+    r11 = tables("R11")[0]
     alone = ["not run", r10["AR, α = 1"][0], "not run"]
     assert cells.pop("AR, α = 1") == [r6["AR − GRPO"][2], *alone]
     for name, of_others in cells.items():
