@@ -5,7 +5,7 @@
     python data/ports/check_port.py --model my_port:update_model   # 3. updates of a language model
 
 my_port.py is your file, in the current folder. The easiest way to write it is to copy
-example_port.py beside this file, which is right, and to let its functions call your code.
+example_port.py beside this file, which is correct, and to let its functions call your code.
 
 B is the number of responses, T the number of tokens of the longest, and V the size of the
 vocabulary. A group is group_size responses that follow one another.
@@ -37,9 +37,9 @@ If level 1 or 2 finds wrong numbers, the program looks for a known mistake that 
 numbers: first single mistakes of mistakes.diff, then pairs of them.
 It tries 1,000 candidates at most, which takes about a minute.
 
-The exit code is 0 for a right port and 1 for a wrong one.
-README.md here names four choices. A port may make them in another way than lopti.py; then it is
-right, too, and its choice is printed.
+The exit code is 0 for a correct port and 1 for a faulty one.
+README.md here names four choices. A port that makes them in another way than lopti.py is accepted,
+too, and its choice is printed.
 """
 
 import argparse
