@@ -717,7 +717,7 @@ def test_r12():
     of_readme = pandas.read_json(RESULTS / "readme_run_h100.jsonl", lines=True)
     assert len(of_readme) == 24
     assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
-    shown_there = f"The step took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
+    shown_there = f"(3B), took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
     assert shown_there in " ".join(README.split())
 
 
