@@ -586,8 +586,9 @@ def test_r10():
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
     text = (
-        f"It ends at a KL of {ends[0]} with the first seeds (long-step GRPO: {last_kl(longer)}) and "
-        f"of {ends[1]} with the new ones (two-pass GRPO, over all seeds: {last_kl(two_passes)})."
+        f"It ends at a KL of {ends[0]} with the first seeds (long-step GRPO: {last_kl(longer)}) "
+        f"and of {ends[1]} with the new ones (two-pass GRPO, over all seeds: "
+        f"{last_kl(two_passes)})."
     )
     assert text in text_of("R10")
 
@@ -718,7 +719,7 @@ def test_r12():
     of_readme = pandas.read_json(RESULTS / "readme_run_h100.jsonl", lines=True)
     assert len(of_readme) == 24
     assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
-    shown_there = f"(3B), took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
+    shown_there = f"It took {whole.seconds.item():.0f} seconds and needed {peak:.0f} GiB"
     assert shown_there in " ".join(README.split())
 
 
