@@ -362,8 +362,11 @@ def test_r4():
     assert text in text_of("R4")
     check_text("R4", in_training["two-pass GRPO", 0])
     interval = stats.ttest_1samp(equal_kl["two-pass GRPO", 1], 0).confidence_interval()
-    text = "For two-pass GRPO this was wrong: the interval that we found does not contain −0.08."
+    text = "The interval for two-pass GRPO does not contain −0.08, so this prediction was wrong."
     assert text in text_of("R4") and interval.low > -0.08
+    interval = stats.ttest_1samp(equal_kl["Lopti", 1], 0).confidence_interval()
+    assert "The interval for Lopti contains the predicted value." in text_of("R4")
+    assert interval.low < -0.06 < interval.high
 
 
 def early(of_runs):
@@ -586,9 +589,9 @@ def test_r10():
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
     text = (
-        f"It ends at a KL of {ends[0]} with the first seeds (long-step GRPO: {last_kl(longer)}) "
-        f"and of {ends[1]} with the new ones (two-pass GRPO, over all seeds: "
-        f"{last_kl(two_passes)})."
+        f"It ends at a KL of {ends[0]} with the first seeds and {ends[1]} with the new ones, "
+        f"long-step GRPO at {last_kl(longer)} (first seeds), and two-pass GRPO at "
+        f"{last_kl(two_passes)} (all seeds)."
     )
     assert text in text_of("R10")
 
@@ -662,7 +665,7 @@ def test_r11():
     ends = f"of Lopti's runs lies between {lopti.min():.3f} and {lopti.max():.3f}"
     assert ends in text_of("R11")
     ends = f"final accuracy lies between {two_passes.min():.3f} and {two_passes.max():.3f}"
-    assert f"of two-pass GRPO also differ widely: their {ends}" in text_of("R11")
+    assert f"the single runs of two-pass GRPO differ widely: their {ends}" in text_of("R11")
 
 
 def test_r11_takes_each_method_at_its_best_rate():
