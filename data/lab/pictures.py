@@ -108,8 +108,8 @@ def draw_tasks(found):
     axes[0].set(xlim=(-0.04, 0.115), ylim=(-0.5, len(by_seed.columns) - 0.3))
     label = "accuracy minus GRPO's, where both have the same KL from the initial model"
     figure.supxlabel(f"{label} (mean of 20 seeds, bars: 95 %)", fontsize=13)
-    title = "AR with α = 1 and Lopti help where low-probability tokens are noise; "
-    title += "with AdamW Lopti's gain is not significant"
+    title = "In the task noise at low π AR with α = 1 helps, and Lopti with steps of a fixed norm; "
+    title += "in rare mistakes both do harm"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     return figure
 
