@@ -22,16 +22,13 @@ COLORS = {  # of the methods; colour-blind readers can tell them apart
 LABELS = {"AR": "AR, α = 0.3", "AR α = 1": "AR, α = 1"}
 TASKS = {  # the panels of synthetic_tasks.svg: (task, optimizer) → title
     ("noise at low π", "fixed norm"): (
-        "Low-probability tokens are noise,\nand each step has a fixed norm:\n"
-        "AR with α = 1 and Lopti help."
+        "noise at low π,\nsteps of a fixed norm:\nAR with α = 1 and Lopti help."
     ),
     ("noise at low π", "AdamW"): (
-        "Low-probability tokens are noise,\nand AdamW makes the steps:\n"
-        "AR with α = 1 helps, Lopti not significantly."
+        "noise at low π,\nAdamW:\nAR with α = 1 helps, Lopti not significantly."
     ),
     ("rare mistakes", "fixed norm"): (
-        "Low-probability tokens earn the reward,\nand each step has a fixed norm:\n"
-        "AR with α = 1 does harm, and Lopti a little."
+        "rare mistakes,\nsteps of a fixed norm:\nAR with α = 1 does harm, Lopti a little."
     ),
 }
 
@@ -108,8 +105,7 @@ def draw_tasks(found):
     axes[0].set(xlim=(-0.04, 0.115), ylim=(-0.5, len(by_seed.columns) - 0.3))
     label = "accuracy minus GRPO's, where both have the same KL from the initial model"
     figure.supxlabel(f"{label} (mean of 20 seeds, bars: 95 %)", fontsize=13)
-    title = "In the task noise at low π AR with α = 1 helps, and Lopti with steps of a fixed norm; "
-    title += "in rare mistakes both do harm"
+    title = "AR with α = 1 and Lopti help in one task and do harm in another"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     return figure
 
