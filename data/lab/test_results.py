@@ -363,8 +363,8 @@ def test_r4():
     check_text("R4", in_training["two-pass GRPO", 0])
     interval = stats.ttest_1samp(equal_kl["two-pass GRPO", 1], 0).confidence_interval()
     text = (
-        "we predicted differences from GRPO of −0.06 for Lopti, which its interval contains, and "
-        "of −0.08 for two-pass GRPO, which its interval does not contain."
+        "For Lopti we predicted −0.06, which lies in the measured interval; for two-pass GRPO "
+        "−0.08, which does not."
     )
     assert text in text_of("R4") and interval.low > -0.08
     interval = stats.ttest_1samp(equal_kl["Lopti", 1], 0).confidence_interval()
