@@ -322,7 +322,7 @@ def test_r3_by_the_formulas():
     p_values = dict(zip(both_models, corrected, strict=True))
     two_passes = p_values["two-pass GRPO − GRPO", 1]
     lopti = p_values["Lopti − GRPO", 1]
-    text = f"(p = {two_passes:.2f} after correction; for Lopti p = {lopti:.3f})"
+    text = f"p = {two_passes:.2f} after correction; for Lopti p = {lopti:.3f})"
     assert text in text_of("R3")
     smollm2 = RUNS[RUNS.experiment.eq("R3") & RUNS.model.eq("SmolLM2") & RUNS.method.eq("GRPO")]
     text = (
