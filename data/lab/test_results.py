@@ -591,9 +591,9 @@ def test_r10():
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
     text = (
-        f"It ends at a KL of {ends[0]} with the first seeds and {ends[1]} with the new ones, "
-        f"long-step GRPO at {last_kl(longer)} (first seeds), and two-pass GRPO at "
-        f"{last_kl(two_passes)} (all seeds)."
+        f"It ends at a KL of {ends[0]} with the first seeds and {ends[1]} with the new ones. "
+        f"Long-step GRPO, which has only the first seeds, ends at {last_kl(longer)}. "
+        f"Two-pass GRPO ends at {last_kl(two_passes)} on average over all seeds."
     )
     assert text in text_of("R10")
 
@@ -626,7 +626,7 @@ def check_earlier_comparison(table):
             in_training = {row: cells[row, "GRPO"] for row in table}
             assert significant == [("Lopti", "GRPO")]
             p = short(p_values["Lopti", "GRPO"])
-            assert f"There the p-value of Lopti's gain in training is {p}," in text_of("R11")
+            assert f"the p-value of Lopti's gain in training is {p}." in text_of("R11")
     return in_training
 
 
