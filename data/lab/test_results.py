@@ -363,8 +363,8 @@ def test_r4():
     check_text("R4", in_training["two-pass GRPO", 0])
     interval = stats.ttest_1samp(equal_kl["two-pass GRPO", 1], 0).confidence_interval()
     text = (
-        "For Lopti we predicted −0.06, which lies in the measured interval; for two-pass GRPO "
-        "−0.08, which does not."
+        "For Lopti we predicted −0.06, and this lies in the measured interval. For two-pass GRPO "
+        "we predicted −0.08, and this does not."
     )
     assert text in text_of("R4") and interval.low > -0.08
     interval = stats.ttest_1samp(equal_kl["Lopti", 1], 0).confidence_interval()
@@ -725,7 +725,7 @@ def test_r12():
     assert len(of_readme) == 24
     assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
     shown_there = (
-        f"It took {whole.seconds.item():.0f} seconds, and its tensors needed {peak:.0f} GiB"
+        f"The step took {whole.seconds.item():.0f} seconds, and its tensors needed {peak:.0f} GiB"
     )
     assert shown_there in " ".join(README.split())
 
