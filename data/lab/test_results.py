@@ -591,9 +591,9 @@ def test_r10():
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
     text = (
-        f"It ends at a KL of {ends[0]} with the first seeds and {ends[1]} with the new ones. "
-        f"Long-step GRPO, which has only the first seeds, ends at {last_kl(longer)}. "
-        f"Two-pass GRPO ends at {last_kl(two_passes)} on average over all seeds."
+        f"With the first seeds it ends at a KL of {ends[0]}, and long-step GRPO at "
+        f"{last_kl(longer)}. With the new seeds it ends at {ends[1]}. Two-pass GRPO ends at "
+        f"{last_kl(two_passes)}, averaged over all seeds."
     )
     assert text in text_of("R10")
 
