@@ -249,7 +249,8 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
     assert set(of_others) == set(others.model)
     ratios = FIRST_STEPS[FIRST_STEPS.model.isin(others.model)].set_index("measured").value
     ratios = ratios[norms_of_others].astype(float)
-    text = f"and {ratios.min()} to {ratios.max()} times in [seven other settings](README.md#r1)."
+    settings = "In [seven other settings](README.md#r1) it lies between"
+    text = f"{settings} {ratios.min()} and {ratios.max()}."
     assert text in text_of("R1")
     for tokens, cells in table.items():
         for model, cell in zip(("the paper's 7B model", "SmolLM2", "bundled"), cells, strict=True):
