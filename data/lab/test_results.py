@@ -277,7 +277,7 @@ def test_r2_is_its_csv():
         assert cells == [text.replace("-", "−") for text in written]
     seven = shares[shares.one_of_seven]
     assert seven.share_of_mean_gradient.sum() == pytest.approx(1)
-    assert f"add up to {seven.share_of_squared_norm.sum():.2f}," in text_of("R2")
+    assert f"add up to {seven.share_of_squared_norm.sum():.2f}, not to 1." in text_of("R2")
 
 
 def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
@@ -323,8 +323,8 @@ def test_r3_by_the_formulas():
     p_values = dict(zip(both_models, corrected, strict=True))
     two_passes = p_values["two-pass GRPO − GRPO", 1]
     lopti = p_values["Lopti − GRPO", 1]
-    text = f"p = {two_passes:.2f} after correction; for Lopti p = {lopti:.3f})"
-    assert text in text_of("R3")
+    text = f"two-pass GRPO p = {two_passes:.2f} after correction; for Lopti p = {lopti:.3f})"
+    assert f"(for {text}" in text_of("R3")
     smollm2 = RUNS[RUNS.experiment.eq("R3") & RUNS.model.eq("SmolLM2") & RUNS.method.eq("GRPO")]
     text = (
         "GRPO's accuracy is {} on the bundled model ({} in the first step) and {} on SmolLM2 ({} in"
@@ -627,7 +627,8 @@ def check_earlier_comparison(table):
             in_training = {row: cells[row, "GRPO"] for row in table}
             assert significant == [("Lopti", "GRPO")]
             p = short(p_values["Lopti", "GRPO"])
-            assert f"the p-value of Lopti's gain in training is {p}." in text_of("R11")
+            text = f"In this comparison the p-value of Lopti's gain in training is {p}."
+            assert text in text_of("R11")
     return in_training
 
 
