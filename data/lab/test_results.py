@@ -210,7 +210,7 @@ def check_first_steps(table, columns, bold):
             assert cell == written(model, measured), (model, measured)
 
 
-# The second table of R8: what the first column shows, and where the second column is from.
+# The first table of R8: what the first column shows, and where the second column is from.
 FIRST_AND_TRAINED = {
     "bundled, AdamW: AR": ("AR α = 1, AdamW", "R6", "AR − GRPO", 2),
     "bundled, AdamW: unbiased AR": (
@@ -266,10 +266,11 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
 def test_r2_is_its_csv():
     """The seven groups are all tokens: their shares of the mean gradient add up to 1."""
     shares = pandas.read_csv(RESULTS / "r2.csv").set_index("group")
-    of_models, table = tables("R2")
+    of_models, on_the_page, table = tables("R2")
     columns = ["share of the squared norm, π < 0.25", "share of the mean gradient, π < 0.25"]
     check_first_steps(of_models, columns, bold=[])
     assert [name.replace("`", "") for name in table] == list(shares.index)
+    assert on_the_page.items() <= table.items() and len(on_the_page) == 4
     for cells, row in zip(table.values(), shares.itertuples(), strict=True):
         squared = f"{row.share_of_squared_norm:.2f} ± {row.squared_norm_half_interval:.2f}"
         mean = f"{row.share_of_mean_gradient:.2f} ± {row.mean_gradient_half_interval:.2f}"
@@ -492,7 +493,7 @@ def test_r8_and_r9():
     predicted = "predicted gain of AR α = 0.3, gradient descent"
     descent = ["gain of AR α = 0.3, gradient descent", "gain of Lopti, gradient descent"]
     adamw = ["gain of AR α = 0.3, AdamW", "gain of Lopti, AdamW"]
-    of_models, trained, with_adamw, predictions, of_bias = tables("R8")
+    trained, of_models, with_adamw, predictions, of_bias = tables("R8")
     check_first_steps(of_models, [*averages, *descent], bold=descent)
     check_first_steps(with_adamw, adamw, bold=adamw)
     assert list(with_adamw) == list(of_models)
@@ -554,7 +555,7 @@ def test_r10():
     check_table(against_longer, of_longer)
     of_reward, _, _ = first_step("wordy", "average π by the mean gradient").partition(" ± ")
     of_step, _, _ = first_step("wordy", "average π by the squared norm").partition(" ± ")
-    text = f"its E_s[π] is {of_reward}, and its E_v[π] is {of_step} (R8)."
+    text = f"Its E_s[π] is {of_reward}, and its E_v[π] is {of_step}, so"
     assert text in text_of("R10")
 
     unbiased = wordy(UNBIASED, 0.005)
@@ -587,8 +588,11 @@ def test_r10():
     for part in (wordy("GRPO", 0.005, range(100, 110)), wordy("GRPO", 0.005, range(200, 210))):
         levels.append([short(part.training_accuracy.mean()), first_accuracy(part)])
     (first_level, first_start), (new_level, new_start) = levels
-    text = f"GRPO's accuracy is {first_start} in the first step and {first_level} in training"
-    assert f"{text}, and with the new seeds {new_start} and {new_level}." in text_of("R10")
+    text = (
+        f"GRPO's accuracy is {first_level} with the first seeds ({first_start} in the first step) "
+        f"and {new_level} with the new ones ({new_start} in the first step)."
+    )
+    assert text in text_of("R10")
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
     text = (
