@@ -195,19 +195,10 @@ def first_step(model, measured):
     return f"{value} ± {half}".replace("-", "−")
 
 
-def bold_if_clear(model, measured):
-    """A line of first_steps.csv as a table writes it: bold if the interval excludes 0."""
-    text = first_step(model, measured)
-    value, half = text.replace("−", "-").split(" ± ")
-    return f"**{text}**" if abs(float(value)) > float(half) else text
-
-
-def check_first_steps(table, columns, bold):
-    """Each cell is in first_steps.csv; in the columns `bold` it is bold if it excludes 0."""
+def check_first_steps(table, columns):
+    """Each cell is in first_steps.csv."""
     for model, cells in table.items():
-        for measured, cell in zip(columns, cells, strict=True):
-            written = bold_if_clear if measured in bold else first_step
-            assert cell == written(model, measured), (model, measured)
+        assert cells == [first_step(model, measured) for measured in columns], model
 
 
 # The first table of R8: what the first column shows, and where the second column is from.
@@ -238,14 +229,12 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
     names |= {"0.25 ≤ π < 0.5": "0.25 to 0.5", "0.5 ≤ π < 0.75": "0.5 to 0.75"}
     table, changes, of_others = tables("R1")
     difference = "difference of the two updates"
-    check_first_steps(
-        changes, ["update on π < 0.25", "update on π ≥ 0.75", difference], bold=[difference]
-    )
+    check_first_steps(changes, ["update on π < 0.25", "update on π ≥ 0.75", difference])
     others = FIRST_STEPS[(FIRST_STEPS.measured == difference) & ~FIRST_STEPS.model.isin(changes)]
     low = others.value.astype(float) - others.half_interval.astype(float)
     assert len(others) == 7 and (others.value.astype(float) > 0).all() and (low > 0).sum() == 4
     norms_of_others = "norm of π < 0.25 / norm of π ≥ 0.75"
-    check_first_steps(of_others, [norms_of_others, difference], bold=[difference])
+    check_first_steps(of_others, [norms_of_others, difference])
     assert set(of_others) == set(others.model)
     ratios = FIRST_STEPS[FIRST_STEPS.model.isin(others.model)].set_index("measured").value
     ratios = ratios[norms_of_others].astype(float)
@@ -268,7 +257,7 @@ def test_r2_is_its_csv():
     shares = pandas.read_csv(RESULTS / "r2.csv").set_index("group")
     of_models, on_the_page, table = tables("R2")
     columns = ["share of the squared norm, π < 0.25", "share of the mean gradient, π < 0.25"]
-    check_first_steps(of_models, columns, bold=[])
+    check_first_steps(of_models, columns)
     assert [name.replace("`", "") for name in table] == list(shares.index)
     shorter = ("all of them", "synonyms", "`</think>`")
     assert list(on_the_page) == [*(f"π < 0.25, {name}" for name in shorter), "`</think>`, any π"]
@@ -294,9 +283,10 @@ def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
     for line in printed.getvalue().splitlines():
         model, pair, mean, half = re.match(r"(\w+): (.+) (\S+) ± (\S+),", line).groups()
         cells[pair, model] = f"{mean} ± {half}".replace("-", "−")
-    for pair, (bundled, smollm2) in tables("R3")[0].items():
-        assert bundled.strip("*") == cells.pop((pair, "bundled"))
-        assert smollm2.strip("*") == cells.pop((pair, "SmolLM2"), "not run")
+    for pair, (bundled, smollm2, _, _) in tables("R3")[0].items():
+        if pair != "AR with α = 1 − GRPO":
+            assert bundled.strip("*") == cells.pop((pair, "bundled"))
+            assert smollm2.strip("*") == cells.pop((pair, "SmolLM2"), "not run")
     assert not cells
 
 
@@ -319,15 +309,20 @@ def test_r3_by_the_formulas():
     of_both = differences(methods["AR + Lopti"], methods["GRPO"])
     both_models["AR + Lopti − GRPO", 0] = of_both
     first_table, second_table, of_final = tables("R3")
-    check_table(first_table, both_models)
+    of_both_models = {pair: cells[:2] for pair, cells in first_table.items()}
+    del of_both_models["AR with α = 1 − GRPO"]  # see test_the_other_cells_of_the_table_of_r3
+    check_table(of_both_models, both_models)
     check_table(second_table, at_rates)
 
     corrected = holm([p_value(each) for each in both_models.values()])
     p_values = dict(zip(both_models, corrected, strict=True))
     two_passes = p_values["two-pass GRPO − GRPO", 1]
     lopti = p_values["Lopti − GRPO", 1]
-    text = f"two-pass GRPO p = {two_passes:.2f} after correction; for Lopti p = {lopti:.3f})"
-    assert f"(for {text}" in text_of("R3")
+    text = (
+        f"After the correction p is {lopti:.3f} for Lopti − GRPO on SmolLM2, and {two_passes:.2f} "
+        "for two-pass GRPO − GRPO."
+    )
+    assert text in text_of("R3")
     smollm2 = RUNS[RUNS.experiment.eq("R3") & RUNS.model.eq("SmolLM2") & RUNS.method.eq("GRPO")]
     text = (
         "GRPO's accuracy is {} on the bundled model ({} in the first step) and {} on SmolLM2 ({} in"
@@ -337,7 +332,7 @@ def test_r3_by_the_formulas():
         levels += [short(of_model.training_accuracy.mean()), first_accuracy(of_model)]
     assert text.format(*levels) in text_of("R3")
     level = short(methods["GRPO"][FINAL].mean())
-    assert f"GRPO's final accuracy there is {level}, and" in text_of("R3")
+    assert f"the differences from GRPO, whose final accuracy is {level}." in text_of("R3")
     final = {}
     for method in of_final:
         final[method, 0] = differences(methods[method], methods["GRPO"], FINAL)
@@ -364,14 +359,17 @@ def test_r4():
     level = short(grpo.training_accuracy.mean())
     text = f"GRPO ends at a KL of {last_kl(grpo)} and has an accuracy of {level} in training."
     assert text in text_of("R4")
-    check_text("R4", in_training["two-pass GRPO", 0])
-    interval = stats.ttest_1samp(equal_kl["two-pass GRPO", 1], 0).confidence_interval()
+    of_lopti = equal_kl["Lopti", 1]
+    of_two_passes = equal_kl["two-pass GRPO", 1]
+    check_text("R4", in_training["two-pass GRPO", 0], of_lopti, of_two_passes)
     text = (
-        "For Lopti we predicted −0.06, and this lies in the measured interval. For two-pass GRPO "
-        "we predicted −0.08, and this does not."
+        f"For Lopti we predicted −0.06, which lies in the measured interval ({shown(of_lopti)}). "
+        "For two-pass GRPO we predicted −0.08, which does not lie in it "
+        f"({shown(of_two_passes)})."
     )
-    assert text in text_of("R4") and interval.low > -0.08
-    interval = stats.ttest_1samp(equal_kl["Lopti", 1], 0).confidence_interval()
+    assert text in text_of("R4")
+    assert stats.ttest_1samp(of_two_passes, 0).confidence_interval().low > -0.08
+    interval = stats.ttest_1samp(of_lopti, 0).confidence_interval()
     assert interval.low < -0.06 < interval.high
 
 
@@ -423,19 +421,36 @@ def test_r5():
     check_text("R5", *splits, at_the_end, *second_pass)
 
 
+def smollm2_at_alpha_1():
+    """On the word problems, with a learning rate of 3e-5."""
+    job = {"model": "SmolLM2", "learning_rate": 3e-5}
+    grpo = runs("R3", "GRPO", **job)
+    biased = runs("R6", "AR α = 1", **job)
+    unbiased = runs("R6", UNBIASED, **job)
+    return {
+        "AR − GRPO": differences(biased, grpo),
+        "unbiased AR − GRPO": differences(unbiased, grpo),
+        "unbiased AR − AR": differences(unbiased, biased),
+    }
+
+
 def test_r6():
     grpo = runs("R3", "GRPO", model="bundled")
     biased = {0: runs("R3", "AR", model="bundled"), 1: runs("R6", "AR α = 0.6")}
-    biased[2] = runs("R6", "AR α = 1")
+    biased[2] = runs("R6", "AR α = 1", model="bundled")
     unbiased = {0: runs("R6", "AR without bias"), 1: runs("R6", "AR α = 0.6 without bias")}
-    unbiased[2] = runs("R6", UNBIASED)
+    unbiased[2] = runs("R6", UNBIASED, model="bundled")
     cells = {}
     for column in range(3):
         cells["AR − GRPO", column] = differences(biased[column], grpo)
         cells["unbiased AR − GRPO", column] = differences(unbiased[column], grpo)
         cells["unbiased AR − AR", column] = differences(unbiased[column], biased[column])
-    table, of_unseen = tables("R6")
+    table, of_unseen, of_smollm2 = tables("R6")
     check_table(table, cells)
+    on_smollm2 = smollm2_at_alpha_1()
+    for row, each in on_smollm2.items():
+        assert len(each) == 3
+    check_table(of_smollm2, {(row, 0): each for row, each in on_smollm2.items()})
     unseen_seeds = {}
     for (row, column), each in cells.items():
         if row in of_unseen and column > 0:
@@ -461,7 +476,13 @@ def test_r7():
     """The tables have all tasks of the file; what the rule says is the sign of its difference."""
     last = "noise depends on the first decision"
     two_passes = synthetic("noise at low π", "two-pass GRPO", "at equal KL")
-    _, table, of_others, without_kl = tables("R7")
+    _, table, by_hand, of_others, without_kl = tables("R7")
+    products = []
+    for pi, advantage, one_minus_pi, product, _ in by_hand.values():
+        products.append(float(pi) * float(advantage) * float(one_minus_pi))
+        assert float(product) == pytest.approx(products[-1])
+    for (pi, *_, share), each in zip(by_hand.values(), products, strict=True):
+        assert float(share.removesuffix(" %")) == pytest.approx(100 * each / sum(products))
     at_best_rate = {}
     for row, method in (("AR, α = 0.3", "AR"), ("AR, α = 1", "AR α = 1"), ("Lopti", "Lopti")):
         each = synthetic("noise at low π", method, "at the best learning rate")
@@ -495,26 +516,26 @@ def test_r8_and_r9():
     predicted = "predicted gain of AR α = 0.3, gradient descent"
     descent = ["gain of AR α = 0.3, gradient descent", "gain of Lopti, gradient descent"]
     adamw = ["gain of AR α = 0.3, AdamW", "gain of Lopti, AdamW"]
-    trained, of_models, with_adamw, predictions, of_bias = tables("R8")
-    check_first_steps(of_models, [*averages, *descent], bold=descent)
-    check_first_steps(with_adamw, adamw, bold=adamw)
-    assert list(with_adamw) == list(of_models)
-    check_first_steps(predictions, [predicted, descent[0]], bold=[])
-    assert len(predictions) == 7
-    [of_settings] = tables("R9")
+    trained, of_settings, with_adamw, of_bias = tables("R8")
+    check_first_steps(of_settings, [*averages, predicted, *descent])
+    check_first_steps(with_adamw, adamw)
+    assert list(with_adamw) == list(of_settings)[:4]
+    assert len(of_settings) == 7
+    [of_r9] = tables("R9")
     norms = "norm of π < 0.25 / norm of π ≥ 0.75"
-    check_first_steps(of_settings, [norms, *descent], bold=descent)
+    check_first_steps(of_r9, [norms, *descent])
+    assert list(of_r9) == list(of_settings)[4:]
 
     assert list(trained) == list(FIRST_AND_TRAINED)
     for row, (measured, section_of, row_there, column) in FIRST_AND_TRAINED.items():
         model, _, _ = row.partition(",")
-        of_first_step = bold_if_clear(model, f"gain of {measured}")
+        of_first_step = first_step(model, f"gain of {measured}")
         assert trained[row] == [of_first_step, tables(section_of)[0][row_there][column]]
     for row, method in (("AR", "AR α = {}"), ("unbiased AR", "AR α = {} without bias")):
         steps = []
         for alpha, optimizer in ((0.3, "gradient descent"), (1, "gradient descent"), (1, "AdamW")):
             measured = f"gain of {method.format(alpha)}, {optimizer}"
-            steps.append(bold_if_clear("bundled", measured))
+            steps.append(first_step("bundled", measured))
         assert of_bias[row] == steps
 
     of_bias_in_training = differences(wordy(UNBIASED, 0.005), wordy("AR α = 1", 0.005))
@@ -598,9 +619,9 @@ def test_r10():
     assert len(lead) == 20
     ends = [last_kl(unbiased.loc[100:109]), last_kl(unbiased.loc[200:209])]
     text = (
-        f"With the first seeds it ends at a KL of {ends[0]}, and long-step GRPO at "
-        f"{last_kl(longer)}. With the new seeds it ends at {ends[1]}. Two-pass GRPO ends at "
-        f"{last_kl(two_passes)}, averaged over all seeds."
+        f"Unbiased AR ends at a KL of {ends[0]} (first seeds) and {ends[1]} (new seeds), long-step "
+        f"GRPO at {last_kl(longer)} (first seeds), and two-pass GRPO at {last_kl(two_passes)} (all "
+        "seeds)."
     )
     assert text in text_of("R10")
 
@@ -657,25 +678,33 @@ def test_r11():
         p = f"{p_values['oracle', 0]:.3f}"
         if of_cells is final:
             assert min(corrected) > 0.05
-            assert f"The oracle comes closest (p = {p}), and in training" in text_of("R11")
             unbiased = p_values["unbiased AR, α = 1", 0]
-            assert f"(p = {unbiased:.2f})" in text_of("R11")
+            text = (
+                f"In final accuracy p is {p} for the oracle minus GRPO, and {unbiased:.2f} for "
+                "unbiased AR minus GRPO."
+            )
+            assert text in text_of("R11")
         else:
             gain = shown(training["oracle", 0])
-            assert f"it was better than GRPO, by {gain} (p = {p})." in text_of("R11")
+            assert f"the oracle was better than GRPO by {gain} (p = {p})." in text_of("R11")
+            assert p_values["oracle", 0] < 0.05
     grpo = methods["GRPO"]
     text = f"GRPO's final accuracy is {short(grpo[FINAL].mean())} ({first_accuracy(grpo)} in the"
     assert text in text_of("R11")
     assert set(earlier) == set(table)
     of_earlier = check_earlier_comparison(earlier)
-    named = [of_earlier[row] for row in ("Lopti", "two-pass GRPO", "AR", "oracle")]
-    check_text("R11", training["oracle", 0], *named)
+    named = [of_earlier[row] for row in ("Lopti", "two-pass GRPO")]
+    at_alpha_1 = runs("R11", "AR α = 1")
+    of_alpha_1 = differences(at_alpha_1, grpo, FINAL)
+    of_bias = differences(at_alpha_1, methods["unbiased AR, α = 1"], FINAL)
+    assert [len(of_alpha_1), len(of_bias)] == [3, 3]
+    check_text("R11", training["oracle", 0], *named, of_alpha_1, of_bias)
     lopti = methods["Lopti"][FINAL]
     two_passes = methods["two-pass GRPO"][FINAL]
     ends = f"of Lopti's runs lies between {lopti.min():.3f} and {lopti.max():.3f}"
     assert ends in text_of("R11")
     ends = f"final accuracy lies between {two_passes.min():.3f} and {two_passes.max():.3f}"
-    assert f"the single runs of two-pass GRPO differ widely: their {ends}" in text_of("R11")
+    assert f"differ as widely as those of Lopti: their {ends}." in text_of("R11")
 
 
 def test_r11_takes_each_method_at_its_best_rate():
@@ -691,21 +720,24 @@ def test_r11_takes_each_method_at_its_best_rate():
 # The pictures -------------------------------------------------------------------------------------
 
 
-def test_the_main_comparison():
-    """Its cells are those of R3, R6, R10 and R11."""
-    of_section = PAGE.partition("## The main comparison\n")[2].split("\n## ")[0]
-    [cells] = tables_in(of_section)
-    r3 = tables("R3")[0]
+def test_the_other_cells_of_the_table_of_r3():
+    """Those of the wordy model and of true or false, and of α = 1, are those of other sections."""
+    table = tables("R3")[0]
     r10 = tables("R10")[0]
-    r6 = tables("R6")[0]
     r11 = tables("R11")[0]
-    alone = ["not run", r10["AR, α = 1"][0], "not run"]
-    assert cells.pop("AR, α = 1") == [r6["AR − GRPO"][2], *alone]
-    for name, of_others in cells.items():
-        short_name = "AR" if name == "AR, α = 0.3" else name
-        in_r3 = r3[f"{short_name} − GRPO"]
-        assert of_others == [in_r3[0], in_r3[1], r10[name][0], r11[short_name][0]]
-    assert list(cells) == ["AR, α = 0.3", "Lopti", "two-pass GRPO"]
+    for row, in_r10, in_r11 in (
+        ("AR − GRPO", r10["AR, α = 0.3"][0], r11["AR"][0]),
+        ("Lopti − GRPO", r10["Lopti"][0], r11["Lopti"][0]),
+        ("two-pass GRPO − GRPO", r10["two-pass GRPO"][0], r11["two-pass GRPO"][0]),
+        ("Lopti − two-pass GRPO", tables("R5")[0]["Lopti − two-pass GRPO"][2], r11["Lopti"][1]),
+        ("AR + Lopti − GRPO", "not run", "not run"),
+    ):
+        assert table.pop(row)[2:] == [in_r10, in_r11]
+    true_or_false = differences(runs("R11", "AR α = 1"), runs("R11", "GRPO"), FINAL)
+    bundled = tables("R6")[0]["AR − GRPO"][2]
+    word_problems = shown(smollm2_at_alpha_1()["AR − GRPO"])
+    of_alpha_1 = [bundled, word_problems, r10["AR, α = 1"][0], shown(true_or_false)]
+    assert table == {"AR with α = 1 − GRPO": of_alpha_1}
 
 
 def test_r12():
@@ -725,7 +757,8 @@ def test_r12():
         assert abs(float(seconds) - row["seconds"]) < 0.0501
         assert memory == f"{row['peak_GiB']} GiB"
     assert f"up to {step.reserved_GiB.max()} GiB" in text_of("R12")
-    assert f"0.{100 * whole.low_probability_share.item():.0f} of the tokens" in text_of("R12")
+    share = 100 * whole.low_probability_share.item()
+    assert f"divided the tokens ({share:.0f} % were below it)." in text_of("R12")
     long = lines[lines.longest == 256].set_index("run").ms_a_token
     assert f"each position took {long.cudnn_off:.0f} ms without cuDNN's attention" in text_of("R12")
     assert f"and {long.cudnn_on:.0f} ms with it" in text_of("R12")
