@@ -201,26 +201,6 @@ def check_first_steps(table, columns):
         assert cells == [first_step(model, measured) for measured in columns], model
 
 
-# The first table of R8: what the first column shows, and where the second column is from.
-FIRST_AND_TRAINED = {
-    "bundled, AdamW: AR": ("AR α = 1, AdamW", "R6", "AR − GRPO", 2),
-    "bundled, AdamW: unbiased AR": (
-        "AR α = 1 without bias, AdamW",
-        "R6",
-        "unbiased AR − GRPO",
-        2,
-    ),
-    "wordy, fixed norm: AR": ("AR α = 1, gradient descent", "R10", "AR, α = 1", 0),
-    "wordy, fixed norm: unbiased AR": (
-        "AR α = 1 without bias, gradient descent",
-        "R10",
-        "unbiased AR, α = 1",
-        0,
-    ),
-    "wordy, fixed norm: Lopti": ("Lopti, gradient descent", "R10", "Lopti", 0),
-}
-
-
 def test_r1_is_its_csv_and_what_diagnose_printed():
     """The bundled model's column is what today's program printed for its record."""
     printed = (RESULTS / "diagnose_tiny.txt").read_text(encoding="utf-8").splitlines()
@@ -259,7 +239,7 @@ def test_r2_is_its_csv():
     columns = ["share of the squared norm, π < 0.25", "share of the mean gradient, π < 0.25"]
     check_first_steps(of_models, columns)
     assert [name.replace("`", "") for name in table] == list(shares.index)
-    shorter = ("all of them", "synonyms", "`</think>`")
+    shorter = ("all of them", "synonyms", "`</think>`", "new try")
     assert list(on_the_page) == [*(f"π < 0.25, {name}" for name in shorter), "`</think>`, any π"]
     assert on_the_page.items() <= table.items()
     for cells, row in zip(table.values(), shares.itertuples(), strict=True):
@@ -283,10 +263,9 @@ def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
     for line in printed.getvalue().splitlines():
         model, pair, mean, half = re.match(r"(\w+): (.+) (\S+) ± (\S+),", line).groups()
         cells[pair, model] = f"{mean} ± {half}".replace("-", "−")
-    for pair, (bundled, smollm2, _, _) in tables("R3")[0].items():
-        if pair != "AR with α = 1 − GRPO":
-            assert bundled.strip("*") == cells.pop((pair, "bundled"))
-            assert smollm2.strip("*") == cells.pop((pair, "SmolLM2"), "not run")
+    for pair, (bundled, smollm2) in tables("R3")[0].items():
+        assert bundled.strip("*") == cells.pop((pair, "bundled"))
+        assert smollm2.strip("*") == cells.pop((pair, "SmolLM2"), "not run")
     assert not cells
 
 
@@ -309,9 +288,7 @@ def test_r3_by_the_formulas():
     of_both = differences(methods["AR + Lopti"], methods["GRPO"])
     both_models["AR + Lopti − GRPO", 0] = of_both
     first_table, second_table, of_final = tables("R3")
-    of_both_models = {pair: cells[:2] for pair, cells in first_table.items()}
-    del of_both_models["AR with α = 1 − GRPO"]  # see test_the_other_cells_of_the_table_of_r3
-    check_table(of_both_models, both_models)
+    check_table(first_table, both_models)
     check_table(second_table, at_rates)
 
     corrected = holm([p_value(each) for each in both_models.values()])
@@ -394,7 +371,7 @@ def test_r5():
     in_training = {}
     of_early_steps = {}
     final = {}
-    table, in_time = tables("R5")
+    table, in_time, of_one_wording = tables("R5")
     assert list(table) == list(in_time)
     for row in table:
         first, second = row.split(" − ")
@@ -413,6 +390,14 @@ def test_r5():
     check_table(in_time, of_early_steps, final)
     example = f"*Lopti − reversed Lopti: {table['Lopti − reversed Lopti'][0]}*"
     assert example in PAGE  # the number that *How to read the numbers* explains
+    grpo = runs("R5", "GRPO", model="one-wording")
+    from_grpo = {}
+    for row in of_one_wording:
+        of_method = runs("R5", row.removesuffix(" − GRPO"), model="one-wording")
+        from_grpo[row, 0] = differences(of_method, grpo)
+    check_table(of_one_wording, from_grpo)
+    level = short(grpo.training_accuracy.mean())
+    assert f"on the one-wording model, whose accuracy with GRPO is {level}:" in text_of("R5")
     splits = [differences(bundled["Lopti"], bundled["random split"])]
     splits.append(differences(wordy("Lopti", 0.005), wordy("random split", 0.005)))
     at_the_end = final["Lopti − reversed Lopti", 1]
@@ -526,11 +511,11 @@ def test_r8_and_r9():
     check_first_steps(of_r9, [norms, *descent])
     assert list(of_r9) == list(of_settings)[4:]
 
-    assert list(trained) == list(FIRST_AND_TRAINED)
-    for row, (measured, section_of, row_there, column) in FIRST_AND_TRAINED.items():
-        model, _, _ = row.partition(",")
-        of_first_step = first_step(model, f"gain of {measured}")
-        assert trained[row] == [of_first_step, tables(section_of)[0][row_there][column]]
+    in_training = tables("R6")[0]
+    for row, method in (("AR", "AR α = 1"), ("unbiased AR", UNBIASED)):
+        of_first_step = first_step("bundled", f"gain of {method}, AdamW")
+        assert trained.pop(row) == [f"{of_first_step} %", in_training[f"{row} − GRPO"][2]]
+    assert not trained
     for row, method in (("AR", "AR α = {}"), ("unbiased AR", "AR α = {} without bias")):
         steps = []
         for alpha, optimizer in ((0.3, "gradient descent"), (1, "gradient descent"), (1, "AdamW")):
@@ -538,18 +523,16 @@ def test_r8_and_r9():
             steps.append(first_step("bundled", measured))
         assert of_bias[row] == steps
 
-    of_bias_in_training = differences(wordy(UNBIASED, 0.005), wordy("AR α = 1", 0.005))
-    beside = {"R8": [shown(of_bias_in_training)]}
+    beside = {"R8": []}
     beside["R9"] = [first_step("bundled, fine-tuning", each) for each in (norms, *descent)]
     for name, expected in beside.items():
         written = re.findall(r"[+−]?[\d.]+ ± [\d.]*\d", text_of(name))
-        # The text says *by 0.025 ± 0.009*, a table would have a plus.
-        without_plus = [[text.lstrip("+") for text in each] for each in (written, expected)]
-        assert sorted(without_plus[0]) == sorted(without_plus[1])
+        assert sorted(written) == sorted(expected)
 
 
 def wordy(method, rate, seeds=range(1000), optimizer="fixed norm"):
-    return runs("R10", method, learning_rate=rate, seed=seeds, optimizer=optimizer)
+    of_method = {"model": "wordy", "learning_rate": rate, "optimizer": optimizer}
+    return runs("R10", method, seed=seeds, **of_method)
 
 
 def test_r10():
@@ -573,9 +556,21 @@ def test_r10():
         ("Lopti", "Lopti"),
     ):
         of_longer[row, 0] = differences(wordy(method, 0.005), longer)
-    table, against_longer, equal_kl, of_settings = tables("R10")
+    table, against_longer, equal_kl, of_models, of_settings = tables("R10")
     check_table(table, cells)
     check_table(against_longer, of_longer)
+    on_models = {}
+    for column, model in enumerate(("bundled", "one-wording")):
+        grpo = runs("R10", "GRPO", model=model)
+        for row, method in (("unbiased AR, α = 1", UNBIASED), ("two-pass GRPO", "two-pass GRPO")):
+            on_models[row, column] = differences(runs("R10", method, model=model), grpo)
+    check_table(of_models, on_models)
+    assert sorted(len(each) for each in on_models.values()) == [9, 10, 10, 10]
+    said = "raises the expected reward by {} % more than GRPO's. For unbiased AR the number is {} %"
+    promised = []
+    for method in ("AR α = 1", UNBIASED, "Lopti"):
+        promised.append(first_step("wordy", f"gain of {method}, gradient descent").lstrip("+"))
+    assert f"{said}, and for Lopti {{}} %.".format(*promised) in text_of("R10")
     of_reward, _, _ = first_step("wordy", "average π by the mean gradient").partition(" ± ")
     of_step, _, _ = first_step("wordy", "average π by the squared norm").partition(" ± ")
     text = f"Its E_s[π] is {of_reward}, and its E_v[π] is {of_step} ([notes on R8]"
@@ -602,11 +597,15 @@ def test_r10():
     of_oracle = [differences(oracle, wordy("GRPO", 0.005)), differences(oracle, longer)]
     assert equal_kl == {
         "unbiased AR − long-step GRPO, first ten seeds": [shown(over_longer)],
+        "unbiased AR − two-pass GRPO, first ten seeds": [shown(lead.loc[100:109])],
         "unbiased AR − two-pass GRPO, ten new seeds": [shown(lead.loc[200:209])],
         "unbiased AR − two-pass GRPO, all twenty seeds": [shown(lead)],
     }
 
     check_text("R10", of_bias, *of_oracle)
+    from_grpo, from_longer = [shown(each) for each in of_oracle]
+    text = f"differed from GRPO by {from_grpo}, and from long-step GRPO by {from_longer}."
+    assert text in text_of("R10")
     levels = []
     for part in (wordy("GRPO", 0.005, range(100, 110)), wordy("GRPO", 0.005, range(200, 210))):
         levels.append([short(part.training_accuracy.mean()), first_accuracy(part)])
@@ -698,6 +697,10 @@ def test_r11():
     of_alpha_1 = differences(at_alpha_1, grpo, FINAL)
     of_bias = differences(at_alpha_1, methods["unbiased AR, α = 1"], FINAL)
     assert [len(of_alpha_1), len(of_bias)] == [3, 3]
+    assert min(p_value(of_alpha_1), p_value(of_bias)) > 0.05
+    text = f"differs from GRPO's by {shown(of_alpha_1)}, and from that of unbiased AR by"
+    assert f"{text} {shown(of_bias)}." in text_of("R11")
+    assert f"is significant ({gain})." in text_of("R11")
     check_text("R11", training["oracle", 0], *named, of_alpha_1, of_bias)
     lopti = methods["Lopti"][FINAL]
     two_passes = methods["two-pass GRPO"][FINAL]
@@ -717,27 +720,30 @@ def test_r11_takes_each_method_at_its_best_rate():
         assert means[method].index.min() < best < means[method].index.max()
 
 
-# The pictures -------------------------------------------------------------------------------------
-
-
-def test_the_other_cells_of_the_table_of_r3():
-    """Those of the wordy model and of true or false, and of α = 1, are those of other sections."""
-    table = tables("R3")[0]
+def test_all_comparisons():
+    """Its cells are those of R3, R4, R5, R10 and R11."""
+    of_section = PAGE.partition("## All comparisons side by side\n")[2].split("\n## ")[0]
+    [table] = tables_in(of_section)
+    r3 = tables("R3")[0]
+    r4 = tables("R4")[0]
+    one_wording = tables("R5")[2]
     r10 = tables("R10")[0]
-    r11 = tables("R11")[0]
-    for row, in_r10, in_r11 in (
-        ("AR − GRPO", r10["AR, α = 0.3"][0], r11["AR"][0]),
-        ("Lopti − GRPO", r10["Lopti"][0], r11["Lopti"][0]),
-        ("two-pass GRPO − GRPO", r10["two-pass GRPO"][0], r11["two-pass GRPO"][0]),
-        ("Lopti − two-pass GRPO", tables("R5")[0]["Lopti − two-pass GRPO"][2], r11["Lopti"][1]),
-        ("AR + Lopti − GRPO", "not run", "not run"),
-    ):
-        assert table.pop(row)[2:] == [in_r10, in_r11]
-    true_or_false = differences(runs("R11", "AR α = 1"), runs("R11", "GRPO"), FINAL)
-    bundled = tables("R6")[0]["AR − GRPO"][2]
-    word_problems = shown(smollm2_at_alpha_1()["AR − GRPO"])
-    of_alpha_1 = [bundled, word_problems, r10["AR, α = 1"][0], shown(true_or_false)]
-    assert table == {"AR with α = 1 − GRPO": of_alpha_1}
+    second, first = tables("R11")
+    ar, lopti, two_passes = ("AR − GRPO", "Lopti − GRPO", "two-pass GRPO − GRPO")
+    names = ("AR", "Lopti", "two-pass GRPO")
+    expected = [
+        [r3[row][0] for row in (ar, lopti, two_passes)],
+        ["not run", *(r4[row][0] for row in names[1:])],
+        ["not run", *(one_wording[row][0] for row in (lopti, two_passes))],
+        [r10[row][0] for row in ("AR, α = 0.3", "Lopti", "two-pass GRPO")],
+        [r3[row][1] for row in (ar, lopti, two_passes)],
+        [first[row][0] for row in names],
+        [second[row][0] for row in names],
+    ]
+    assert list(table.values()) == expected
+    of_lopti = [cells[1] for cells in table.values()]
+    better = [cell for cell in of_lopti if cell.startswith("**+")]
+    assert (len(better), len(of_lopti)) == (3, 7)
 
 
 def test_r12():
@@ -769,6 +775,9 @@ def test_r12():
         f"The step took {whole.seconds.item():.0f} seconds, and its tensors needed {peak:.0f} GiB"
     )
     assert shown_there in " ".join(README.split())
+
+
+# The pictures -------------------------------------------------------------------------------------
 
 
 def test_the_table_of_readme():
