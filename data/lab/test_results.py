@@ -393,8 +393,6 @@ def test_r5():
     assert len(in_training["Lopti − two-pass GRPO", 0]) == 20
     check_table(table, in_training)
     check_table(in_time, of_early_steps, final)
-    example = f"*Lopti − reversed Lopti: {table['Lopti − reversed Lopti'][0]}*"
-    assert example in PAGE  # the number that *How to read the numbers* explains
     grpo = runs("R5", "GRPO", model="one-wording")
     from_grpo = {}
     for row in of_one_wording:
@@ -565,6 +563,11 @@ def test_r10():
         of_longer[row, 0] = differences(wordy(method, 0.005), longer)
     table, against_longer, equal_kl, of_models, of_settings = tables("R10")
     check_table(table, cells)
+    example = cells["two-pass GRPO", 0]  # the number that *How to read the numbers* explains
+    ends = stats.ttest_1samp(example, 0).confidence_interval()
+    of_section = " ".join(PAGE.split("## How to read the numbers")[1].split("\n## ")[0].split())
+    assert f"*two-pass GRPO minus GRPO: **{shown(example)}***" in of_section
+    assert f"difference reaches from {short(ends.low)} to {short(ends.high)}." in of_section
     check_table(against_longer, of_longer)
     on_models = {}
     for column, model in enumerate(("bundled", "one-wording")):
@@ -702,7 +705,10 @@ def test_r11():
             assert text in text_of("R11")
             assert [pair for pair, each in p_values.items() if each < 0.05] == [("oracle", 0)]
     grpo = methods["GRPO"]
-    text = f"GRPO's final accuracy is {short(grpo[FINAL].mean())} ({first_accuracy(grpo)} in the"
+    text = (
+        f"GRPO's final accuracy is {short(grpo[FINAL].mean())}; in the first step, before "
+        f"training, the accuracy is {first_accuracy(grpo)}."
+    )
     assert text in text_of("R11")
     assert set(earlier) == set(table)
     of_earlier = check_earlier_comparison(earlier)
