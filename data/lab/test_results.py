@@ -342,7 +342,14 @@ def test_r4():
     assert text in text_of("R4")
     of_lopti = equal_kl["Lopti", 1]
     of_two_passes = equal_kl["two-pass GRPO", 1]
-    check_text("R4", of_lopti, of_two_passes)
+    one_wording = []
+    for method in ("Lopti", "two-pass GRPO"):
+        of_method = runs("R5", method, model="one-wording")
+        of_grpo = runs("R5", "GRPO", model="one-wording")
+        one_wording.append(at_equal_kl(of_method, of_grpo, lowest=0.006))
+    lopti, two_passes = [shown(each) for each in one_wording]
+    assert f"from GRPO by {lopti}, and two-pass GRPO by {two_passes}." in text_of("R4")
+    check_text("R4", of_lopti, of_two_passes, *one_wording)
     text = (
         f"For Lopti we predicted −0.06, which lies in the measured interval ({shown(of_lopti)}). "
         "For two-pass GRPO we predicted −0.08, which does not lie in it "
