@@ -411,7 +411,14 @@ def test_r5():
     splits = [differences(bundled["Lopti"], bundled["random split"])]
     splits.append(differences(wordy("Lopti", 0.005), wordy("random split", 0.005)))
     at_the_end = final["Lopti − reversed Lopti", 1]
-    check_text("R5", *splits, at_the_end)
+    in_the_end = []
+    for method in ("two-pass GRPO", "Lopti"):
+        of_method = runs("R5", method, model="one-wording")
+        in_the_end.append(differences(grpo, of_method, FINAL))
+    two_passes, lopti = [shown(each).lstrip("+") for each in in_the_end]
+    text = f"was less accurate than GRPO by {two_passes}, and Lopti by {lopti}."
+    assert text in text_of("R5")
+    check_text("R5", *splits, at_the_end, *in_the_end)
 
 
 def smollm2_at_alpha_1():
