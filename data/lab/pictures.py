@@ -1,4 +1,4 @@
-"""Draws the two pictures of results/RESULTS.md from the numbers on record. It trains nothing.
+"""Draws the pictures of R3 and R7 (data/lab/results) from the numbers on record. It trains nothing.
 
 python data/lab/pictures.py        # results/curve.svg and results/synthetic_tasks.svg
 """

@@ -1,4 +1,4 @@
-"""Computes the numbers of results/RESULTS.md and of its notes anew from the csv files there.
+"""Computes the numbers of results/RESULTS.md, MORE_RESULTS.md and their notes from the csv files.
 
 python -m pytest -q data/lab/test_results.py
 """
@@ -28,6 +28,7 @@ from scipy import stats
 
 RESULTS = HERE / "results"
 PAGE = (RESULTS / "RESULTS.md").read_text(encoding="utf-8")
+MORE = (RESULTS / "MORE_RESULTS.md").read_text(encoding="utf-8")
 NOTES = (RESULTS / "README.md").read_text(encoding="utf-8")
 README = (HERE.parent.parent / "README.md").read_text(encoding="utf-8")
 RUNS = pandas.read_csv(RESULTS / "runs.csv")
@@ -38,7 +39,7 @@ INTERVAL = re.compile(r"[+−]?0\.\d+ ± 0\.\d+")  # as in "+0.012 ± 0.019"
 FINAL = "final_accuracy"
 UNBIASED = "AR α = 1 without bias"
 
-# The page -----------------------------------------------------------------------------------------
+# The pages ----------------------------------------------------------------------------------------
 
 
 def section(name):
@@ -46,7 +47,7 @@ def section(name):
     notes = NOTES.split(f"\n## {name}\n")[1].split("\n## ")[0]
     if name == "R9":  # has notes only
         return notes
-    text = PAGE.split(f"\n## {name}. ")[1].split("\n## ")[0].partition("\n")[2]
+    text = (PAGE + MORE).split(f"\n## {name}. ")[1].split("\n## ")[0].partition("\n")[2]
     return text + notes
 
 
@@ -216,13 +217,13 @@ def test_r1_is_its_csv_and_what_diagnose_printed():
     others = FIRST_STEPS[(FIRST_STEPS.measured == difference) & ~FIRST_STEPS.model.isin(changes)]
     low = others.value.astype(float) - others.half_interval.astype(float)
     assert len(others) == 7 and (others.value.astype(float) > 0).all() and (low > 0).sum() == 4
-    assert "in three of seven other settings it is not clear." in text_of("R1")
+    assert "In three of the seven other settings the effect is not clear." in text_of("R1")
     norms_of_others = "norm of π < 0.25 / norm of π ≥ 0.75"
     check_first_steps(of_others, [norms_of_others, difference])
     assert set(of_others) == set(others.model)
     ratios = FIRST_STEPS[FIRST_STEPS.model.isin(others.model)].set_index("measured").value
     ratios = ratios[norms_of_others].astype(float)
-    assert ratios.min() > 1 and "In [seven other settings](README.md#r1), too, it" in text_of("R1")
+    assert ratios.min() > 1 and "In [seven other settings](README.md#r1) (" in text_of("R1")
     on_smollm2 = [float(cell.split(" ± ")[0]) for cell in changes["SmolLM2"]]
     assert round(on_smollm2[0] / on_smollm2[1]) == 4 and "about four times" in text_of("R1")
     for tokens, cells in table.items():
@@ -267,7 +268,7 @@ def test_r3_by_the_lines_of_pandas_on_the_page(monkeypatch):
     for line in printed.getvalue().splitlines():
         model, pair, mean, half = re.match(r"(\w+): (.+) (\S+) ± (\S+),", line).groups()
         cells[pair, model] = f"{mean} ± {half}".replace("-", "−")
-    for pair, (bundled, smollm2) in tables("R3")[0].items():
+    for pair, (bundled, smollm2) in tables("R3")[1].items():
         assert bundled.strip("*") == cells.pop((pair, "bundled"))
         assert smollm2.strip("*") == cells.pop((pair, "SmolLM2"), "not run")
     assert not cells
@@ -291,7 +292,7 @@ def test_r3_by_the_formulas():
         both_models[pair, 1] = sum(of_rates) / 3
     of_both = differences(methods["AR + Lopti"], methods["GRPO"])
     both_models["AR + Lopti − GRPO", 0] = of_both
-    first_table, second_table, of_final = tables("R3")
+    _, first_table, second_table, of_final = tables("R3")
     check_table(first_table, both_models)
     check_table(second_table, at_rates)
 
@@ -319,7 +320,24 @@ def test_r3_by_the_formulas():
         final[method, 0] = differences(methods[method], methods["GRPO"], FINAL)
         assert p_value(final[method, 0]) > 0.05
     check_table(of_final, final)
-    check_text("R3", differences(methods["oracle"], methods["GRPO"]))
+    example = both_models["Lopti − GRPO", 0]  # the number that *How to read the table* explains
+    lopti_on_smollm2, of_two_passes = [
+        both_models[f"{method} − GRPO", 1] for method in ("Lopti", "two-pass GRPO")
+    ]
+    ends = stats.ttest_1samp(example, 0).confidence_interval()
+    for text in (
+        f"Take the number {shown(example)}, *Lopti − GRPO* on the bundled model. We trained this",
+        f"higher by {example.mean():.3f} on average, that is, by {100 * example.mean():.1f} percent",
+        f"difference reaches from about −{-ends.low:.2f} to +{ends.high:.2f}. It contains 0, so",
+        f"although the difference is not bold; {shown(of_two_passes)} is an example.",
+        f"Lopti was better than GRPO by {100 * lopti_on_smollm2.mean():.0f} percentage points.",
+        f"the difference was larger, {100 * of_two_passes.mean():.0f} points, but it varied more",
+    ):
+        assert text in text_of("R3")
+    interval = stats.ttest_1samp(of_two_passes, 0).confidence_interval()
+    assert interval.low > 0 and two_passes > 0.05
+    assert of_two_passes.std() > lopti_on_smollm2.std()
+    check_text("R3", differences(methods["oracle"], methods["GRPO"]), example, of_two_passes)
 
 
 def test_r4():
@@ -499,8 +517,10 @@ def test_r7():
     for job in pandas.read_csv(RESULTS / "synthetic_rule.csv").itertuples():
         row = f"{job.task}, AdamW" if job.optimizer == "AdamW" else job.task
         averages = [job.mean_pi_by_mean_gradient, job.mean_pi_by_squared_norm]
-        words = {1.0: "AR helps", 0.0: "no effect", -1.0: "AR does harm"}
-        said = words[np.sign(averages[0] - averages[1])]
+        words = {1.0: "AR helps ({} > {})", 0.0: "no effect ({} = {})"}
+        words[-1.0] = "AR does harm ({} < {})"
+        of_rule = words[np.sign(averages[0] - averages[1])]
+        said = of_rule.format(*[f"{each:.2f}" for each in averages])
         assert table[row][0] == said
         assert of_tasks[job.task][-2:] == [f"{each:.2f}" for each in averages]
         for column, method in enumerate(("AR α = 1", "Lopti"), start=1):
@@ -531,10 +551,15 @@ def test_r8_and_r9():
     check_first_steps(of_r9, [norms, *descent])
     assert list(of_r9) == list(of_settings)[4:]
 
-    in_training = tables("R6")[0]
+    of_r6 = tables("R6")[0]
+    of_r10 = tables("R10")[0]
     for row, method in (("AR", "AR α = 1"), ("unbiased AR", UNBIASED)):
         of_first_step = first_step("bundled", f"gain of {method}, AdamW")
-        assert trained.pop(row) == [f"{of_first_step} %", in_training[f"{row} − GRPO"][2]]
+        in_training = of_r6[f"{row} − GRPO"][2]
+        assert trained.pop(f"bundled, {row}") == [f"{of_first_step} %", in_training]
+        of_first_step = first_step("wordy", f"gain of {method}, gradient descent")
+        in_training = of_r10[f"{row}, α = 1"][0]
+        assert trained.pop(f"wordy, {row}") == [f"{of_first_step} %", in_training]
     assert not trained
     for row, method in (("AR", "AR α = {}"), ("unbiased AR", "AR α = {} without bias")):
         steps = []
@@ -578,11 +603,6 @@ def test_r10():
         of_longer[row, 0] = differences(wordy(method, 0.005), longer)
     table, against_longer, equal_kl, of_models, of_settings = tables("R10")
     check_table(table, cells)
-    example = cells["two-pass GRPO", 0]  # the number that *How to read the numbers* explains
-    ends = stats.ttest_1samp(example, 0).confidence_interval()
-    of_section = " ".join(PAGE.split("## How to read the numbers")[1].split("\n## ")[0].split())
-    assert f"*two-pass GRPO minus GRPO: **{shown(example)}***" in of_section
-    assert f"difference reaches from {short(ends.low)} to {short(ends.high)}." in of_section
     check_table(against_longer, of_longer)
     on_models = {}
     for column, model in enumerate(("bundled", "one-wording")):
@@ -591,15 +611,7 @@ def test_r10():
             on_models[row, column] = differences(runs("R10", method, model=model), grpo)
     check_table(of_models, on_models)
     assert sorted(len(each) for each in on_models.values()) == [9, 10, 10, 10]
-    promised = []
-    for method in ("AR α = 1", UNBIASED, "Lopti"):
-        promised.append(first_step("wordy", f"gain of {method}, gradient descent").lstrip("+"))
-    of_ar, of_unbiased, of_lopti = promised
-    text = (
-        f"the first step of AR raises the expected reward by {of_ar} % more than a step of GRPO, "
-        f"and that of unbiased AR by {of_unbiased} %."
-    )
-    assert text in text_of("R10")
+    of_lopti = first_step("wordy", "gain of Lopti, gradient descent").lstrip("+")
     text = f"That of Lopti raises the expected reward by {of_lopti} % more than a step of GRPO."
     assert text in text_of("R10")
     of_reward, _, _ = first_step("wordy", "average π by the mean gradient").partition(" ± ")
@@ -735,7 +747,7 @@ def test_r11():
     assert min(p_value(of_alpha_1), p_value(of_bias)) > 0.05
     text = f"differs from GRPO's by {shown(of_alpha_1)}, and from that of unbiased AR by"
     assert f"{text} {shown(of_bias)}." in text_of("R11")
-    text = f"better than GRPO by another measure, accuracy in training ({gain})."
+    text = f"In accuracy in training only the oracle was better than GRPO ({gain})."
     assert text in text_of("R11")
     check_text("R11", training["oracle", 0], *named, of_alpha_1, of_bias)
     lopti = methods["Lopti"][FINAL]
@@ -758,9 +770,9 @@ def test_r11_takes_each_method_at_its_best_rate():
 
 def test_all_comparisons():
     """Its cells are those of R3, R4, R5, R10 and R11."""
-    of_section = PAGE.partition("## All comparisons side by side\n")[2].split("\n## ")[0]
+    of_section = MORE.partition("## All comparisons side by side\n")[2].split("\n## ")[0]
     [table] = tables_in(of_section)
-    r3 = tables("R3")[0]
+    r3 = tables("R3")[1]
     r4 = tables("R4")[0]
     one_wording = tables("R5")[3]
     r10 = tables("R10")[0]
@@ -794,6 +806,13 @@ def test_all_comparisons():
     assert (len(better), len(of_lopti)) == (3, 7)
     notebook = (HERE.parent.parent / "notebook.ipynb").read_text(encoding="utf-8")
     assert "Lopti was better in three of seven." in of_section
+    of_r3 = text_of("R3")
+    assert "AR was run in five of the seven comparisons. It was never better" in of_r3
+    assert "better than GRPO in three, twice on SmolLM2 and once on the wordy model." in of_r3
+    assert [not cells[0].startswith("not run") for cells in table.values()].count(True) == 5
+    assert not any(cells[0].startswith("**+") for cells in table.values())
+    rows_with_a_gain = [row for row, cells in table.items() if cells[1] in better]
+    assert [row.partition(",")[0] for row in rows_with_a_gain] == ["wordy", "SmolLM2", "SmolLM2"]
     for text in (PAGE, README, notebook):
         assert set(re.findall(r"(\w+)\s+of\s+seven\s+comparisons", text)) == {"three"}
         assert not re.search("three of (six|eight)", text)
@@ -810,7 +829,7 @@ def test_r12():
     peak = parts[parts.part == "update"].peak_GiB.max()
     rows = [*sampling.to_dict("records"), scoring, reference, first_pass, second_pass]
     rows += [{"seconds": whole.seconds.item(), "peak_GiB": peak}, checkpoint]
-    (table, _) = tables("R12")
+    [table] = tables("R12")
     for (seconds, memory), row in zip(table.values(), rows, strict=True):
         # 1.65 s are printed as 1.7
         assert abs(float(seconds) - row["seconds"]) < 0.0501
@@ -821,6 +840,20 @@ def test_r12():
     long = lines[lines.longest == 256].set_index("run").ms_a_token
     assert f"each position took {long.cudnn_off:.0f} ms without cuDNN's attention" in text_of("R12")
     assert f"and {long.cudnn_on:.0f} ms with it" in text_of("R12")
+    assert sampling.seconds.item() / whole.seconds.item() == pytest.approx(0.75, abs=0.05)
+    assert "Three quarters of the time is spent on sampling." in text_of("R12")
+    [stopped] = lines[lines.run == "4096_tokens"].seconds
+    assert f"and stopped after {stopped:.0f} s;" in text_of("R12")
+    minutes = int(8 * stopped / 60)  # 512 responses, 64 at a time
+    guide = (HERE.parent / "GUIDE.md").read_text(encoding="utf-8")
+    assert f"take more than {minutes} minutes on an H100" in " ".join(README.split())
+    assert f"8 · {stopped:.0f} seconds, or {minutes} minutes" in " ".join(guide.split())
+    of_command = lines[lines.run == "readme"].set_index("part")
+    seconds = of_command.seconds.whole_command
+    assert f"on the H100. It took {seconds:.0f} s." in text_of("R12")
+    assert f"and {seconds:.0f} seconds on an H100 GPU." in " ".join(README.split())
+    before, after = of_command.loc["evaluation", "greedy"]
+    assert f"greedy responses rose from {before} to {after}, the same as on a" in text_of("R12")
     of_readme = pandas.read_json(RESULTS / "readme_run_h100.jsonl", lines=True)
     assert len(of_readme) == 24
     assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
