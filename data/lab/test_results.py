@@ -327,7 +327,7 @@ def test_r3_by_the_formulas():
     ends = stats.ttest_1samp(example, 0).confidence_interval()
     for text in (
         f"Take the number {shown(example)}, *Lopti − GRPO* on the bundled model. We trained this",
-        f"higher by {example.mean():.3f} on average, that is, by {100 * example.mean():.1f} percent",
+        f"higher by {example.mean():.3f} on average, that is, by {100 * example.mean():.1f} per",
         f"difference reaches from about −{-ends.low:.2f} to +{ends.high:.2f}. It contains 0, so",
         f"although the difference is not bold; {shown(of_two_passes)} is an example.",
         f"Lopti was better than GRPO by {100 * lopti_on_smollm2.mean():.0f} percentage points.",
@@ -520,7 +520,7 @@ def test_r7():
     cells = {}
     others = {}
     for job in pandas.read_csv(RESULTS / "synthetic_rule.csv").itertuples():
-        row = f"{job.task}, AdamW" if job.optimizer == "AdamW" else job.task
+        row = f"{job.task}, {job.optimizer}"
         averages = [job.mean_pi_by_mean_gradient, job.mean_pi_by_squared_norm]
         words = {1.0: "AR helps ({} > {})", 0.0: "no effect ({} = {})"}
         words[-1.0] = "AR does harm ({} < {})"
@@ -754,7 +754,7 @@ def test_r11():
     assert min(p_value(of_alpha_1), p_value(of_bias)) > 0.05
     text = f"differs from GRPO's by {shown(of_alpha_1)}, and from that of unbiased AR by"
     assert f"{text} {shown(of_bias)}." in text_of("R11")
-    text = f"In accuracy in training only the oracle was better than GRPO ({gain})."
+    text = f"During training only the oracle was better than GRPO ({gain})."
     assert text in text_of("R11")
     check_text("R11", training["oracle", 0], *named, of_alpha_1, of_bias)
     lopti = methods["Lopti"][FINAL]
@@ -894,10 +894,10 @@ def test_r12():
     assert f"8 · {stopped:.0f} seconds, or {minutes} minutes" in " ".join(guide.split())
     of_command = lines[lines.run == "readme"].set_index("part")
     seconds = of_command.seconds.whole_command
-    assert f"on the H100. It took {seconds:.0f} s." in text_of("R12")
+    assert f"On the H100 the whole command took {seconds:.0f} s;" in text_of("R12")
     assert f"and {seconds:.0f} seconds on an H100 GPU." in " ".join(README.split())
     before, after = of_command.loc["evaluation", "greedy"]
-    assert f"greedy responses rose from {before} to {after}, the same as on a" in text_of("R12")
+    assert f"greedy responses rose from {before} to {after} there, the same" in text_of("R12")
     of_readme = pandas.read_json(RESULTS / "readme_run_h100.jsonl", lines=True)
     assert len(of_readme) == 24
     assert f"the 24 steps took {of_readme.seconds.sum():.0f} s" in text_of("R12")
