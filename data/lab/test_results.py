@@ -329,7 +329,7 @@ def test_r3_by_the_formulas():
         f"Take the number {shown(example)}, *Lopti − GRPO* on the bundled model. We trained this",
         f"higher by {example.mean():.3f} on average, that is, by {100 * example.mean():.1f} per",
         f"difference reaches from about −{-ends.low:.2f} to +{ends.high:.2f}. It contains 0, so",
-        f"although the difference is not bold; {shown(of_two_passes)} is an example.",
+        f"is still significant after the correction; {shown(of_two_passes)} is not.",
         f"Lopti was better than GRPO by {100 * lopti_on_smollm2.mean():.0f} percentage points.",
         f"the difference was larger, {100 * of_two_passes.mean():.0f} points, but it varied more",
     ):
