@@ -484,8 +484,10 @@ def test_r6():
     assert "caused about three quarters of the harm at α = 1." in text_of("R6")
     times = cells["AR − GRPO", 2].mean() / cells["unbiased AR − GRPO", 2].mean()
     assert 3.5 < times < 4 and "AR lost almost four times as much accuracy" in text_of("R8")
-    text = "With α = 1 AR's accuracy in training is {}, little more than the {} of the first step, "
-    assert (text + "whereas GRPO's is {}.").format(*levels) in text_of("R6")
+    text = (
+        "With α = 1 AR's accuracy in training is {}, little more than the {} of the first training "
+    )
+    assert (text + "step, whereas GRPO's is {}.").format(*levels) in text_of("R6")
 
 
 def synthetic(task, method, compared, optimizer="fixed norm"):
@@ -567,7 +569,7 @@ def test_r8_and_r9():
         assert trained.pop(f"wordy, {row}") == [f"{of_first_step} %", in_training]
     assert not trained
     methods = {"AR": "AR α = {}", "unbiased AR": "AR α = {} without bias"}
-    for model, row in itertools.product(("bundled", "wordy"), methods):
+    for model, row in itertools.product(("bundled", "one-wording", "wordy"), methods):
         steps = []
         for alpha, optimizer in ((0.3, "gradient descent"), (1, "gradient descent"), (1, "AdamW")):
             measured = f"gain of {methods[row].format(alpha)}, {optimizer}"
@@ -844,7 +846,7 @@ def test_r12():
         assert memory == f"{row['peak_GiB']} GiB"
     assert f"up to {step.reserved_GiB.max()} GiB" in text_of("R12")
     share = 100 * whole.low_probability_share.item()
-    assert f"both passes of Lopti had tokens ({share:.0f} % had π < 0.5)." in text_of("R12")
+    assert f"then {share:.0f} % of the tokens had π < 0.5." in text_of("R12")
     assert f"and takes {whole.seconds.item():.0f} seconds.**" in text_of("R12")
     long = lines[lines.longest == 256].set_index("run").ms_a_token
     assert f"each position took {long.cudnn_off:.0f} ms without cuDNN's attention" in text_of("R12")
