@@ -173,7 +173,7 @@ def bounds(pi, norms, vocabulary_size):
     grid = torch.linspace(0, 1, 101)
     lower = math.sqrt(vocabulary_size / (vocabulary_size - 1)) * (1 - grid)
     upper = math.sqrt(2) * (1 - grid)
-    label = "between 1 and √2 times 1 − π"
+    label = "between 1 − π and √2·(1 − π)"
     _, axis = plt.subplots(figsize=(11, 4.8))
     axis.fill_between(grid, lower, upper, color=COLORS["GRPO"], alpha=0.25, label=label)
     axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
