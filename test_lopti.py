@@ -842,7 +842,7 @@ def test_steps_that_have_nothing_to_learn_are_reported(advantage, flags, tmp_pat
     )
     assert exit_code(flags) == 0
     text = capsys.readouterr().out
-    assert text.count("there is nothing to learn") == 2
+    assert text.count("the rewards teach nothing") == 2
     assert text.count("no optimizer step was made") == 2
     assert "step 1: reward -3.00, accuracy 0.00\n" in text
     assert "--resume" not in text  # there is no checkpoint to resume from
@@ -975,7 +975,7 @@ def test_help_has_every_flag(capsys):
     text = capsys.readouterr().out
     named = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
     assert named == {lopti.flag(each.name) for each in fields(lopti.Settings)} | {"--help"}
-    assert "(default: 0.0) (paper: 0.3)" in " ".join(text.split())
+    assert "(default: 0.0, paper: 0.3)" in " ".join(text.split())
     for page in ("README.md", "data/GUIDE.md"):
         for command in re.findall(r"python lopti\.py[^\n`]*", (ROOT / page).read_text()):
             assert set(re.findall(r"--[a-z][a-z-]*", command)) <= named, command
