@@ -1074,12 +1074,14 @@ def test_the_python_on_the_pages():
 
 REFUSED = {  # flags: what the sentence names
     "--model no/such-model": "cannot load --model no/such-model",
+    "--model finished/last": "there is no folder --model finished/last",
+    "--model my/runs/last": "there is no folder --model my/runs/last",
     "--model weights": "cannot load --model weights",  # without a tokenizer
     "--model endless": "has no token that ends a response",
     "--model endless --device nonsense": "on --device nonsense",
     "--device cuda:99": "on --device cuda:99",  # nobody has so many, and many have none
-    "--output finished": "--output finished exists: give a new folder, or go on with --resume",
-    "--output has_f.py/run": "cannot be made in",
+    "--output finished": "--output finished: File exists; give a new folder, or go on with",
+    "--output has_f.py/run": "--output has_f.py/run: Not a directory; give a new folder",
     "--resume finished --steps 4": "has done 5 steps: give --steps 5 or more",
     "--resume finished --learning-rate 1e-3": "only --steps may be given too",
     "--resume lost --steps 6": "there is no checkpoint.pt to go on from",
