@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer
@@ -972,6 +974,57 @@ def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path, capsys
     assert_same_run(folder, finished_run)
 
 
+def test_a_run_is_resumed_with_its_own_settings_whoever_asks(finished_run, flags, tmp_path):
+    """From Python as from the command line, α, η and all others are those of the run."""
+    folder = tmp_path / "run"
+    lopti.train(settings_of(f"{flags} --output {folder} --steps 2"))
+    assert lopti.resume(folder, steps=5) == folder
+    assert_same_run(folder, finished_run)
+    before = json.loads((finished_run / "config.json").read_text())
+    after = json.loads((folder / "config.json").read_text())
+    assert after == before | {"output": str(folder)}
+    assert (after["alpha"], after["eta"]) == (0.3, 0.5)
+    (folder / "config.json").write_text('{"gamma": 1}')
+    with pytest.raises(lopti.UserError, match="config.json is not that of this program: .*gamma"):
+        lopti.resume(folder)
+
+
+@pytest.mark.parametrize(
+    "call, how",
+    [
+        (1, "Stopped after 0 training steps; there is no checkpoint to go on from."),
+        (4, "Stopped after 3 training steps; there is no checkpoint to go on from."),
+        (5, "python lopti.py --resume {} goes on from the checkpoint of step 4."),
+    ],
+)
+def test_ctrl_c_says_what_was_done_and_how_to_go_on(
+    call, how, flags, tmp_path, monkeypatch, capsys
+):
+    step = lopti.training_step
+    calls = itertools.count(1)
+
+    def stopped_step(*inputs):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return step(*inputs)
+
+    monkeypatch.setattr(lopti, "training_step", stopped_step)
+    folder = tmp_path / "run"
+    assert exit_code(f"{flags} --eval-every 0 --save-every 4 --output {folder}") == 130
+    sentence = capsys.readouterr().out.splitlines()[-1]
+    assert sentence.startswith(f"Stopped after {call - 1} training steps; ")
+    assert sentence.endswith(how.format(folder))
+
+
+def test_a_run_that_does_not_begin_leaves_no_folder(flags, tmp_path, monkeypatch):
+    """A wrong model or file leaves nothing behind; what a run has written stays."""
+    assert exit_code(f"{flags} --data {tmp_path}/missing.jsonl --output {tmp_path}/run") == 2
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(lopti, "log_evaluation", Mock(side_effect=lopti.UserError("no")))
+    assert exit_code(f"{flags} --output {tmp_path}/run") == 2
+    assert (tmp_path / "run" / "config.json").exists()
+
+
 def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
     """A checkpoint has a GPU's random state, and it stays until the next one is complete.
 
@@ -1025,6 +1078,68 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
     with pytest.raises(lopti.UserError, match="frozen or quantized weights"):
         lopti.load_model("", "cpu")
+
+
+@pytest.mark.parametrize("lost", ["lm_head.weight", "mlp.up_proj", ""])
+def test_a_model_without_all_its_weights_is_refused(lost, tmp_path):
+    """Weights that a folder lacks would be random: the output layer, a layer's part, or all.
+
+    All are lost where every key has another prefix, as some programs write them.
+    """
+    model = random_model()
+    weights = {}
+    for name, values in model.state_dict().items():
+        if not lost:
+            weights["wrapped." + name] = values
+        elif lost not in name:
+            weights[name] = values
+    save_both(model, TOKENIZER, tmp_path)
+    lopti.load_model(tmp_path, "cpu")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(lopti.UserError, match=rf"lacks \d+ of the model's weights: .*{lost}"):
+        lopti.load_model(tmp_path, "cpu")
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused():
+    """An id needs an embedding, and prompt and response must fit into the model's positions."""
+    model = random_model(max_position_embeddings=40)
+    examples = [example_of("Lily", ""), example_of("Liam is a knight", "")]  # 1 and 4 tokens
+    lopti.check_lengths(model, TOKENIZER, examples, 36)
+    with pytest.raises(lopti.UserError, match="may have 41 tokens, but the model reads 40"):
+        lopti.check_lengths(model, TOKENIZER, examples, 37)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens(["<new>"])
+    examples.append(example_of("Lily <new>", ""))
+    with pytest.raises(lopti.UserError, match=r"gives the id 308 \(<new>\), but .* for 308 ids"):
+        lopti.check_lengths(model, tokenizer, examples, 36)
+
+
+def test_a_run_says_what_is_made_for_the_bundled_model(flags, finished_run, capsys):
+    """With a model of one's own it names the learning rate, and defaults that may not suit it."""
+    policy = SimpleNamespace(device="cpu")
+
+    def printed(words, done=0):
+        lopti.print_start(Path("run"), done, policy, settings_of(words))
+        return capsys.readouterr().out.splitlines()[1:]
+
+    assert printed("") == ["The learning rate is 0.0001, the default for the bundled model."]
+    rate, *others = printed("--model mine --steps 9")
+    assert rate == "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
+    assert others == ["--max-new-tokens 256 is made for the bundled model: choose your own."]
+    rate, *others = printed("--model mine --learning-rate 1e-5 --max-new-tokens 99")
+    assert rate == "The learning rate is 1e-05, as given."
+    assert others == ["--steps 24 is made for the bundled model: choose your own."]
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_step_with_many_cut_off_responses_says_so(count, tmp_path, capsys):
+    """More than half is many."""
+    metrics = {"step": 1, "reward": 0, "accuracy": 0, "optimizer_steps": 1}
+    metrics["completions/clipped_ratio"] = count / 8
+    rollout = SimpleNamespace(advantages=torch.ones(1))
+    lopti.log_step(tmp_path, metrics, [], rollout, settings_of("--max-new-tokens 9"))
+    message = "step 1: 62% of the responses were cut off at 9 tokens"
+    assert (message in capsys.readouterr().out) == (count == 5)
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
@@ -1129,6 +1244,26 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
     assert REFUSED[words] in sentence
     assert len(usage) < 2  # that of argparse
     assert {path: path.read_bytes() for path in Path().rglob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"group_size": 2.5}, "--group-size must be of type int, not 2.5"),
+        ({"alpha": "0.3"}, "--alpha must be of type float, not '0.3'"),
+        ({"kl_coef": -1}, "--kl-coef must be at least 0, not -1"),
+        ({"alpha": math.nan}, "--alpha must be from 0 to 1, not nan"),
+        ({"learning_rate": 2}, "--learning-rate must be from 1e-12 to 1, not 2"),
+    ],
+)
+def test_wrong_settings_from_python(changes, sentence):
+    with pytest.raises(lopti.UserError, match=re.escape(sentence)):
+        lopti.Settings(**changes)
+
+
+def test_importing_lopti_changes_no_environment_variable():
+    code = "import os; before = dict(os.environ); import lopti; assert os.environ == before"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_files_of_flags(tmp_path):
