@@ -1202,7 +1202,7 @@ EQUAL = r"""
 \$32,\!348 | 32348 | \$32,348 | 32,348
 \$23{,}000 | 23000 | \$23,000
 28\% | 28 | 28% | 28 percent
-90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees
+90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees | 90\degree
 10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
 5 inches | 5 inch | 5 | x = 5 | \theta = 5 | f(x) = 5
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
@@ -1215,22 +1215,58 @@ x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
 x = 1, y = 2 | y = 2, x = 1 | x = 1 \text{ and } y = 2
 x = 2 \text{ or } x = -3 | x=2, x=-3 | 2, -3 | x = -3, 2 | x = 2 \text{ and } x = -3
 (x,y) = (2,3) | (2,3) | (x, y) = (2, 3)
+55 | S_{10} = 55 | AB = 55 | P(A) = 55 | \angle ABC = 55^\circ | N = 55 | \Delta = 55 | x^2 = 55
+55 | \text{Area} = 55 | f(g(x)) = 55 | P(X > 3) = 55 | f^{-1}(3) = 55 | a_{n+1} = 55 | xy = 55
+\angle ABC = 55^\circ | 55 | 55^\circ | \angle ABC = 55
+S_{10} = 55 | 55 | S_10 = 55 | S _{10} = 55.0
+f^{-1}(x) = x + 2 | x + 2
+4\text{ million} | 4000000 | 4,000,000 | 4 million | \$4 million | 4 million dollars
+\$4.5\text{ million} | 4500000 | 4.5 million | \$4,500,000
+3\text{ dozen} | 36 | 3 dozen
+\frac12\text{ million} | 500,000
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
 (1,2), (3,0.5) | (3,\frac12), (1,2)
 [0, 0.5) | [0, \frac{1}{2})
 yes | Yes | \text{Yes}
 x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
-1204_9 | 1204_{9}
+1204_9 | 1204_{9} | \text{1204}_9
+\mathrm{PQ}_{1} | PQ_1 | \text{PQ}_1 | PQ_{1}
 2^\pi | 2^{\pi}
+2^{10}y | 2^10y | 2^ 10 y
 2 \cdot 10^3 | 2 \times 10^{3} | 2 × 10^3
-x \le 3 \le y | x ≤ 3 \leq y
-y \geq 3 \ge x | y≥3≥x
+2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
+e^{-x}, 2^{0.5} | e^-x, 2^0.5
+\log_2 8 | \log_28 | \log_{2}8
+\sin^2 3x | \sin^23x | \sin^{2}3x
+x \le 3 \le y | x ≤ 3 \leq y | x \leqslant 3 \le y
+y \geq 3 \ge x | y≥3≥x | y \geqslant 3 \geq x
+1 < x < 5 | 1 \lt x \lt 5 | 1<x<+5
+x > 5 | x \gt 5
+x \ne 5 | x \neq 5 | x ≠ 5 | x \not= 5
+[1,+\infty) | [1,\infty) | [+1, +\infty)
+\emptyset | \varnothing
+\binom{4}{2} | \dbinom{4}{2}
+(1, 2) | \bigl( 1, 2 \bigr) | \Big(1,2\Big) | \color{blue}(1,2)
+12 | \large 12 | {\Large 12} | \boldsymbol{12} | \underline{12} | \color{red} 12 | \bf{12}
+12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \textcolor{red}{12}\text{ cm}
+\frac{5}{1+2\sqrt{3}} | \mathbf{\frac{5}{1+2\sqrt{3}}} | \underline{\frac5{1+2\sqrt3}}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
 """
 
 DIFFERENT = r"""
 11 | 5+6 | 11+0 | 22/2 | \frac{22}{2} | \frac{11}{1} | 11^1 | -(-11) | x = 5 + 6 = 11 | 5+6=11
+11 | \frac{22}{2} = 11 | \sqrt{121} = 11 | 11 = x | x < y = 11
+0 | x - y = 0 | x^3 - x = 0 | x != 0 | x \not= 0
+2^{10} | 2^{1}0 | 2^1 | 2^{-10} | 210
+0^{+} | 0 | 0^{-}
+4\text{ million} | 4 | 4 thousand | 40000 | 4 million million
+\$4\text{ million} | 4 | \$4
+3\text{ dozen eggs} | 3
+3\text{ and a half} | 3
+2\text{ thirds} | 2
+3\text{ hours and 20 minutes} | 3
+0.5\text{ percent} | 0.5
 \frac34 | 6/8 | \frac{1.5}{2} | -\frac34 | 3 | 34
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
 0.9666... | 0.9666 | 0.9666..
@@ -1238,7 +1274,7 @@ DIFFERENT = r"""
 0,5 | 0.5
 5.5 | 5 0.5 | 5 .5 | 5 1/2.0
 23 | 2**3
-5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5
+5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5 | ++5
 540 | 5\$40 | 5 40 | 5\,40 | 5\text{40}
 25,100,55 | 25100, 55 | 25, 10055
 1200 | 1, 200 | (1,200) | ( 1,200 ) | \left(1,200\right) | 12,00 | 1,20000
@@ -1261,6 +1297,11 @@ x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
 x=2, x=-3 | y=2, y=-3 | 2 | x=2
 (x,y) = (2,3) | (3,2) | (y,x) = (2,3) | 2, 3
 n = 3k | 3
+xy = 4 | 4
+y^2 = 4x | 4x
+x + 2y = 5 | 5
+AB = 55 | BC = 55 | S_{10} = 55 | A = 55
+S_{10} = 55 | S_1 = 55 | S = 55
 (1, 2) | (2, 1) | \{1, 2\} | 1, 2 | [1, 2] | (1, 2] | (1, 2, 2)
 1, 1, 2 | 1, 2, 2 | 1, 2
 (1,2),(3,4) | (2,1),(3,4) | (1,2,3,4)
@@ -1270,8 +1311,10 @@ ABC | abc
 \frac{1}{23} | \frac{1}{2}3 | \frac123
 \{\} | | \,
 2\sqrt{3} | \sqrt{12}
+\sqrt3/2 | \frac{\sqrt{3}}{2}
+\pi | π
 9a+11 | 11+9a
-"""  # the last two are right; but they are text, and not the same
+"""  # the last four are right; but they are text, and not the same
 
 
 def rewarded(solution, answer):
