@@ -1370,7 +1370,7 @@ def make_settings(**changes):
     return SimpleNamespace(**{**settings, "max_prompt_length": 400, **changes})
 
 
-def example_from(solution="2", **columns):
+def example_from(solution="2", /, **columns):
     return rewards.Example("1 + 1?", "1 + 1?", solution, "all", columns)
 
 
@@ -1382,14 +1382,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_reward_of_ones_own_gets_every_column(folder):
+    """One entry for each response; `solution` is the example's, not the column of that name."""
     (folder / "every_column.py").write_text(
         "def reward(**columns):\n    seen.update(columns)\n    return [7, True, 0.5, -1]\nseen = {}"
     )
     settings = make_settings(reward="every_column:reward")
-    examples = [example_from("2", a=1, prompts="no"), example_from(b=[2], solution={"x": 3})]
+    first = example_from("2", a=1, prompts="no", solution="Add one to one.")
+    second = example_from({"x": 3}, b=[2])
+    examples = [first, first, second, second]
     found = rewards.compute_rewards(["r", "s", "t", "u"], examples, settings)
     assert found == [7.0, 1.0, 0.5, -1.0]
-    assert rewards.load_function("every_column:seen") == {
+    assert sys.modules["every_column"].seen == {
         "completions": ["r", "s", "t", "u"],
         "prompts": ["1 + 1?"] * 4,
         "solution": ["2", "2", {"x": 3}, {"x": 3}],
@@ -1398,20 +1401,65 @@ def test_a_reward_of_ones_own_gets_every_column(folder):
     }
 
 
+def test_the_reward_of_a_task_gets_the_examples_solution():
+    """Not the worked solution, in which GSM8K has another number at the end."""
+    examples = [example_from("2", answer="3", solution="3"), example_from("3", answer="2")]
+    responses = [r"\boxed{2}", r"\boxed{2}"]
+    assert rewards.compute_rewards(responses, examples, make_settings()) == [1, 0]
+
+
 WRONG_REWARDS = [None, 1, [1], [1, 2, 3], [1, math.nan], [1, math.inf], [1, None], [1, "good"]]
 
 
 @pytest.mark.parametrize("returned", WRONG_REWARDS)
 def test_a_reward_returns_one_finite_number_for_each_response(returned, monkeypatch):
     monkeypatch.setattr(rewards, "load_function", lambda place: lambda **columns: returned)
+    examples = [example_from(), example_from()]
     with pytest.raises(rewards.UserError, match="a finite number for each response"):
-        rewards.compute_rewards(["a", "b"], [example_from()], make_settings(reward="my:own"))
+        rewards.compute_rewards(["a", "b"], examples, make_settings(reward="my:own"))
 
 
-@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "no_such_file:f", "rewards:f"])
+@pytest.mark.parametrize("place", ["no_such_file:f", "os.no_such_file:f", "rewards:f", "math:pi"])
 def test_a_reward_that_is_not_there(place):
     with pytest.raises(rewards.UserError, match=f"--reward {place} is no MODULE:FUNCTION"):
         rewards.load_function(place)
+
+
+@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "my_reward.py"])
+def test_how_a_reward_is_written(place):
+    with pytest.raises(
+        rewards.UserError, match=f"{place} is no MODULE:FUNCTION: write my_reward:last"
+    ):
+        rewards.load_function(place)
+
+
+def test_a_reward_without_columns_is_told_its_signature(folder):
+    (folder / "narrow.py").write_text("def reward(completions, solution):\n    return [1]")
+    with pytest.raises(rewards.UserError, match=r"reward\(completions, solution, \*\*columns\)"):
+        rewards.load_function("narrow:reward")
+
+
+@pytest.mark.parametrize("error", [OSError("no file"), rewards.UserError("no"), KeyError("x")])
+def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(error, monkeypatch):
+    """Also an error of a kind that ends this program in one sentence."""
+    monkeypatch.setattr(rewards, "load_function", lambda place: Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match="--reward my:own raised") as caught:
+        rewards.compute_rewards(["a"], [example_from()], make_settings(reward="my:own"))
+    assert caught.value.__cause__ is error
+
+
+def test_what_the_import_of_a_reward_raises_keeps_its_traceback(folder):
+    """Also where it is another module that is not there."""
+    for number, line in enumerate(("open('no_such_file')", "import no_such_module", "1 / 0")):
+        (folder / f"broken{number}.py").write_text(line)
+        with pytest.raises(RuntimeError, match=f"importing broken{number} raised") as caught:
+            rewards.load_function(f"broken{number}:f")
+        assert caught.value.__cause__ is not None
+
+
+def test_the_reward_of_a_task_raises_what_it_raises():
+    with pytest.raises(rewards.UserError, match="must be a text or a number"):
+        rewards.compute_rewards([""], [example_from(["2"])], make_settings())
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
@@ -1422,9 +1470,10 @@ def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
         (folder / name).write_text("")
     code = "import beside\nfrom importlib.machinery import PathFinder\nplaces = "
     code += "[PathFinder.find_spec(name).origin for name in ('datasets', 'random', 'beside')]"
-    (folder / "finds.py").write_text(code)
+    (folder / "finds.py").write_text(f"{code}\ndef reward(**columns): ...")
     before = list(sys.path)
-    places = rewards.load_function("finds:places")
+    rewards.load_function("finds:reward")
+    places = sys.modules["finds"].places
     assert [str(folder) in place for place in places] == [False, False, True]
     with pytest.raises(rewards.UserError):
         rewards.load_function("finds:nothing")
