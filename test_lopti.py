@@ -1510,6 +1510,10 @@ ROWS = [  # a task, a row, its prompt, its solution
     ("math", {"prompt": CHAT, "solution": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {"prompt": "1 + 1 =", "answer": "2"}, "1 + 1 =", "2"),
     ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # a single token
+    ("math", {"problem": "1 + 1?", "answer": 2}, ASKED, "2"),  # a number, written as its text
+    ("math", {"problem": "1 + 1?", "answer": 2.5}, ASKED, "2.5"),
+    ("math", {"problem": "1 + 1?", "answer": "[1, 2]"}, ASKED, "[1, 2]"),  # an interval
+    ("math", {"question": "", "prompt": CHAT, "answer": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
     ("kk", {"quiz": "Who?", "solution_text_format": LILY, "solution": [False]},
      "<|user|>Who?<|assistant|><think>", LILY),
@@ -1532,21 +1536,50 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     assert example.difficulty == ("1" if task == "kk" else "all")
 
 
+NO_QUESTION = "a text as question, quiz, problem, or a whole prompt; it has the columns"
+NO_SOLUTION = "a text or a number as solution_text_format, answer, solution; it has the columns"
+LEFT_OUT = "has a message that the chat template leaves out: "
+AS_TEXT = r'[{"content": "1 + 1?", "role": "user"}]'
+
+
+def chat(content="1 + 1?", role="user", **others):
+    """A row whose prompt is a chat with this message."""
+    return {"prompt": [{"role": role, "content": content, **others}], "answer": "2"}
+
+
 WRONG_ROWS = [  # a task, a row, what is wrong
-    ("math", {"answer": "2"}, "a text as question, quiz, problem, or a whole prompt"),
-    ("math", {**ROW, "problem": 2}, "a text as question"),
-    ("math", {**ROW, "problem": None, "prompt": 5}, "a text as question"),
-    ("math", {"problem": "1 + 1?"}, "a text as solution_text_format, answer, solution"),
-    ("math", {**ROW, "answer": 2}, "a text as solution_text_format"),
-    ("math", {"prompt": CHAT, "solution": ["2"]}, "a text as solution_text_format"),
-    ("math", {"prompt": " ", "solution": "2"}, "is there a tokenizer beside the model"),
-    ("math", {"problem": "1 + 1?", "answer": '["34"]'}, "a JSON list"),  # in files for verl
+    ("math", {"answer": "2", "source": "mine"}, f"{NO_QUESTION} answer, source"),
+    ("math", {**ROW, "problem": 2}, NO_QUESTION),
+    ("math", {**ROW, "problem": " "}, NO_QUESTION),  # an empty text is none
+    ("math", {**ROW, "problem": None, "prompt": 5}, NO_QUESTION),
+    ("math", {**ROW, "problem": "", "prompt": []}, NO_QUESTION),
+    ("math", {"prompt": " ", "solution": "2"}, NO_QUESTION),
+    ("math", chat("\n"), NO_QUESTION),
+    ("math", {"problem": "1 + 1?"}, f"{NO_SOLUTION} problem"),
+    ("kk", {"quiz": "Who?", "names": []}, f"{NO_SOLUTION} quiz, names"),
+    ("math", {**ROW, "answer": True}, NO_SOLUTION),
+    ("math", {"prompt": CHAT, "solution": ["2"]}, NO_SOLUTION),
+    ("math", {**ROW, "answer": '["34"]'}, "has a list as its solution"),  # in files for verl
+    ("math", {**ROW, "answer": "['34', '35']"}, "has a list as its solution"),
+    ("math", {**ROW, "answer": r" [\frac{3}{4}]"}, "has a list as its solution"),
+    ("math", {"prompt": [{"from": "human", "value": "1 + 1?"}], "answer": "2"}, "content of each"),
+    ("math", chat(None, text="1 + 1?"), "a text as the content of each message"),
+    ("math", chat([{"type": "text", "text": "1 + 1?"}]), "a text as the content of each message"),
+    ("math", {"prompt": ["1 + 1?"], "answer": "2"}, "a text as the content of each message"),
+    ("math", chat(role="User"), rf"{LEFT_OUT}'1 \+ 1\?'"),
+    ("math", chat(role="human"), LEFT_OUT),
+    ("math", {"prompt": [{"role": "developer", "content": "Be terse."}, *CHAT], "answer": "2"},
+     f"{LEFT_OUT}'Be terse.'"),
+    ("math", {"prompt": AS_TEXT, "answer": "2"}, "a chat in a text"),
+    ("math", {"prompt": str(CHAT), "answer": "2"}, "a chat in a text"),
+    ("math", {"prompt": ' [{"from": "human"}]', "answer": "2"}, "a chat in a text"),
     ("math", '{"problem": ', "Expecting value"),
     ("math", "7", "a JSON object, not 7"),
     ("math", "[7]", "a JSON object"),
     ("math", "null", "a JSON object"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
-]
+    ("kk", {"quiz": "Who?", "solution": 5}, r"lines like \(1\) Zoey is a knight, not '5'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("task, row, message", WRONG_ROWS)
@@ -1554,6 +1587,15 @@ def test_a_wrong_row_is_named(task, row, message, tmp_path):
     good = {"quiz": "Who?", "solution": LILY}  # blank lines do not count
     with pytest.raises(rewards.UserError, match=rf"a\.jsonl, row 2: .*{message}"):
         loaded(tmp_path, [good, "", row, good], task=task)
+
+
+def test_a_model_without_a_tokenizer_is_told(tmp_path):
+    """Its prompts have no tokens."""
+    tokenizer = Mock(chat_template=None, bos_token_id=7)
+    tokenizer.return_value.input_ids = []
+    source = write_rows(tmp_path / "a.jsonl", [ROW])
+    with pytest.raises(rewards.UserError, match="is there a tokenizer beside the model"):
+        rewards.load_rows(source, make_settings(), tokenizer)
 
 
 def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
@@ -1575,6 +1617,34 @@ def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
     assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
 
 
+USED_AS_IS = "; prompts are used as they are, and the reward looks for "
+JOINED = "; the model has no chat template, so messages are joined"
+
+
+@pytest.mark.parametrize(
+    "row, task, settings, template, clauses",
+    [
+        (ROW, "math", {}, "some", ""),
+        (chat(), "math", {}, "some", rf"{USED_AS_IS}\boxed{{}}"),
+        (chat(), "math", {"reward": "my:own"}, "some", ""),
+        ({"prompt": "1", "answer": "2"}, "math", {}, None, rf"{USED_AS_IS}\boxed{{}}"),
+        ({"prompt": "1", "answer": LILY}, "kk", {}, "some", f"{USED_AS_IS}<think> and <answer>"),
+        (ROW, "math", {}, None, JOINED),
+        (chat(), "math", {}, None, rf"{USED_AS_IS}\boxed{{}}{JOINED}"),
+        (chat(), "kk", {"reward": "my:own"}, None, JOINED),
+    ],
+)
+def test_the_line_tells_how_prompts_are_used(
+    row, task, settings, template, clauses, tmp_path, capsys
+):
+    """Prompts with no request for what the reward looks for, and chats without a template."""
+    tokenizer = tokenizer_with(template and TURNS)
+    source = write_rows(tmp_path / "a.jsonl", [row])
+    rewards.load_rows(source, make_settings(task=task, **settings), tokenizer)
+    line = capsys.readouterr().out
+    assert line.startswith(f"a.jsonl: 1 of 1 rows used{clauses}; the first prompt ends in ")
+
+
 def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
     """A model writes 98 for the solution $98$; that the solution matches itself is not enough."""
     for solution in (r"So $\boxed{\[ 98 \]}$.", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"):
@@ -1589,6 +1659,14 @@ def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path)
     (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
     assert example.solution == solution
     assert example.difficulty == "all"
+
+
+def test_with_a_reward_of_ones_own_a_puzzle_has_its_number_of_people(tmp_path):
+    """Where its solution reads as one; elsewhere the column `level` counts."""
+    rows = [{"quiz": "Who?", "answer": JACK, "level": 9}, {"quiz": "Who?", "level": 9}]
+    for task, levels in (("kk", ["2", "9"]), ("math", ["9", "9"])):
+        examples = loaded(tmp_path, rows, task=task, reward="my:own")
+        assert [example.difficulty for example in examples] == levels
 
 
 HUB_NAMES = {  # what is given as --data: name, configuration and split
@@ -1608,6 +1686,25 @@ def test_a_data_set_of_the_hub(source, monkeypatch):
     load_dataset.assert_called_once_with(name, configuration, split=split)
 
 
+NO_FILES = ["my.csv", "my.JSON", "no.parquet", "./my", "/my/data", "a/b/c", "~/my", "no.parquet:x"]
+
+
+@pytest.mark.parametrize("source", NO_FILES)
+def test_a_file_that_does_not_exist_is_not_looked_up_on_the_hub(source, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=AssertionError))
+    with pytest.raises(rewards.UserError, match=f"cannot read {source}: there is no such file"):
+        rewards.read_table(source)
+
+
+@pytest.mark.parametrize("name", ["my.csv", "my.json", "my"])
+def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
+    (folder / name).write_text("")
+    with pytest.raises(rewards.UserError, match=r"Converting data of data/GUIDE\.md"):
+        rewards.read_table(name)
+    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    assert "\n## Converting data\n" in guide
+
+
 def problems(examples):
     return [example.question for example in examples]
 
@@ -1625,9 +1722,25 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
     many = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i} is"} for i in range(5010)])
     settings = make_settings(data=many, reward="rewards:math_reward")
     assert len(rewards.load_data(settings, TOKENIZER)[1]) == 500
-    one = write_rows(tmp_path / "one.jsonl", rows[:2])
-    with pytest.raises(rewards.UserError, match="no row is left to train on"):
-        rewards.load_data(make_settings(data=one), TOKENIZER)
+
+
+THREE = [{"problem": f"{i}?", "answer": "2"} for i in range(3)]
+NO_ROW_IS_LEFT = [  # the rows of --data, those of --eval-data, what is told
+    ([], None, "train on: of 0 rows used 0 are held out, and 0 have .* the 0 rows"),
+    ([ROW], None, "train on: of 1 rows used 1 are held out, and 0 have .* the 1 rows"),
+    ([ROW] * 30, None, "train on: of 30 rows used 3 are held out, and 27 have .* the 3 rows"),
+    (THREE, THREE * 2, "train on: of 3 rows used 0 are held out, and 3 have .* the 6 rows"),
+    (THREE, [], "evaluate on: of 3 rows used 0 are held out, and 0 have .* the 0 rows"),
+]
+
+
+@pytest.mark.parametrize("rows, eval_rows, reason", NO_ROW_IS_LEFT)
+def test_why_no_row_is_left(rows, eval_rows, reason, tmp_path):
+    settings = make_settings(data=write_rows(tmp_path / "own.jsonl", rows))
+    if eval_rows is not None:
+        settings.eval_data = write_rows(tmp_path / "other.jsonl", eval_rows)
+    with pytest.raises(rewards.UserError, match=f"no row is left to {reason}"):
+        rewards.load_data(settings, TOKENIZER)
 
 
 def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
