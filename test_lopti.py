@@ -1514,6 +1514,7 @@ ROWS = [  # a task, a row, its prompt, its solution
     ("math", {"problem": "1 + 1?", "answer": 2.5}, ASKED, "2.5"),
     ("math", {"problem": "1 + 1?", "answer": "[1, 2]"}, ASKED, "[1, 2]"),  # an interval
     ("math", {"question": "", "prompt": CHAT, "answer": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
+    ("math", {**ROW, "question": "", "solution": "3", "answer": ""}, ASKED, "3"),
     ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
     ("kk", {"quiz": "Who?", "solution_text_format": LILY, "solution": [False]},
      "<|user|>Who?<|assistant|><think>", LILY),
@@ -1653,7 +1654,7 @@ def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
         assert not rewards.is_gradable(solution, "math"), solution
 
 
-@pytest.mark.parametrize("solution", [None, 0, {"target": 24}, "Lily", "12 #### x"])
+@pytest.mark.parametrize("solution", [None, 0, "", {"target": 24}, "Lily", "12 #### x"])
 @pytest.mark.parametrize("task", rewards.TASKS)
 def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path):
     (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
@@ -1703,6 +1704,21 @@ def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
         rewards.read_table(name)
     guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
     assert "\n## Converting data\n" in guide
+
+
+def test_what_guide_says_on_csv_and_json(folder):
+    """The answer None and leading zeros are kept, and so are the messages of a chat."""
+    guide = (
+        (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8").partition("# Converting data")[2]
+    )
+    csv_lines, json_lines = re.findall("```python\n(.*?)```", guide, re.DOTALL)[:2]
+    (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
+    (folder / "my.json").write_text(json.dumps([chat(), ROW]))
+    for lines, solutions in ((csv_lines, ["None", "007", "NA"]), (json_lines, ["2", "2"])):
+        exec(lines, {})  # noqa: S102
+        examples = rewards.load_rows("my.jsonl", make_settings(), TOKENIZER)
+        assert [example.solution for example in examples] == solutions
+    assert [example.question for example in examples] == ["1 + 1?", "1 + 1?"]
 
 
 def problems(examples):
