@@ -61,6 +61,7 @@ def held_out_measure(table):
 def draw(path, runs):
     """Saves the curves of {label: (metrics, evaluations)}, each as `read_run` returns it."""
     look = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
+    look |= {"font.size": 12, "axes.titlesize": "medium"}
     look |= {"svg.hashsalt": "lopti", "svg.fonttype": "none"}  # the same file each time
     with plt.style.context(["petroff10", look]):
         figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
@@ -71,7 +72,7 @@ def draw(path, runs):
                 axis.plot(metrics[name], color=color, alpha=0.4, linewidth=0.8)
                 means = metrics[name].rolling(5, center=True).mean()
                 axis.plot(means, color=color, linewidth=2.5, label=label)
-            steps = evaluations.index + 0.01 * number * len(metrics)  # runs stand side by side
+            steps = evaluations.index + 0.02 * number * len(metrics)  # runs stand side by side
             panels[1].plot(steps, evaluations["mean"], "o", color=color)
             panels[1].vlines(steps, evaluations["low"], evaluations["high"], color=color)
         for axis, title in zip(panels, PANELS):
