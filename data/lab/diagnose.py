@@ -82,8 +82,12 @@ def measure(policy, tokenizer, examples, batches, settings):
 
 
 def numbers(values):
-    """Writes numbers with two decimals: [0.18 0.10 0.08 0.64]"""
-    return np.array2string(values, precision=2, floatmode="fixed")
+    """Writes numbers with two decimals.
+
+    >>> numbers(np.array([0.5, 0.125]))
+    '0.50 0.12'
+    """
+    return " ".join(f"{value:.2f}" for value in values)
 
 
 def ratio(above, below):

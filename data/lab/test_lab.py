@@ -122,11 +122,11 @@ def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, cap
     printed = capsys.readouterr().out
     assert "nan" not in printed
     first, last = [line for line in printed.splitlines() if line.startswith("batch ")]
-    assert first.startswith("batch 1 of 2: share of the tokens [")
+    assert first.startswith("batch 1 of 2: share of the tokens 0.")
     table = [line.split() for line in printed.splitlines() if line.startswith(("π", "0."))]
     shares = " ".join(words[-6] for words in table)
     norms = " ".join(words[-3] for words in table)
-    assert last == f"batch 2 of 2: share of the tokens [{shares}], gradient norm [{norms}]"
+    assert last == f"batch 2 of 2: share of the tokens {shares}, gradient norm {norms}"
     assert first.partition(":")[2] != last.partition(":")[2]
     assert "In the paper it is 4.8 times." in printed
     assert "This does not say whether a method helps" in printed
