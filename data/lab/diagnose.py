@@ -1,4 +1,4 @@
-"""Which tokens does the gradient come from? Draws Fig. 1 a and d of the paper for any model.
+"""Which tokens does the gradient come from? Measures Fig. 1 a and d of the paper for any model.
 
     python data/lab/diagnose.py                                  # the bundled model
     python data/lab/diagnose.py --model M --data F --task math   # any flags of lopti.py
@@ -7,8 +7,8 @@
 The program samples rollout batches as lopti.py does. For each mini-batch (one optimizer step) it
 computes the gradient of GRPO's loss, without the KL term, at the policy that sampled: once for all
 tokens, and once for the tokens of each of four intervals of π. With --alpha the advantages are
-those of Eq. 4. No weight changes. It prints a table and saves a plot. ± is half of a 95 % interval
-over rollout batches.
+those of Eq. 4. No weight changes. It prints a line for each batch, with the numbers of all batches
+so far, and at the end a table. ± is half of a 95 % interval over rollout batches.
 
 It does not say whether a method helps: for that, train with and without it (compare.py).
 """
@@ -18,7 +18,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas
 import torch
@@ -35,13 +34,12 @@ PAPER = {  # Fig. 1: Qwen2.5-7B-Instruct-1M; over all tokens its gradient norm i
 
 
 def masks_of_bins(old_logprobs, mask):
-    """Returns a mask (B, L) for each bin of π; each response token is in one of them."""
-    low, rest = lopti.split_tokens(old_logprobs, mask, 0.25)
-    masks = [low]
-    for edge in (0.5, 0.75):
-        low, rest = lopti.split_tokens(old_logprobs, rest, edge)
+    """Returns a mask (B, L) for each bin of π; each token of `mask` is in one of them."""
+    masks = []
+    for edge in (0.25, 0.5, 0.75):
+        low, mask = lopti.split_tokens(old_logprobs, mask, edge)
         masks.append(low)
-    return [*masks, rest]
+    return [*masks, mask]
 
 
 def measure(policy, tokenizer, examples, batches, settings):
@@ -82,11 +80,7 @@ def measure(policy, tokenizer, examples, batches, settings):
 
 
 def numbers(values):
-    """Writes numbers with two decimals.
-
-    >>> numbers(np.array([0.5, 0.125]))
-    '0.50 0.12'
-    """
+    """Writes numbers with two decimals, as in the table."""
     return " ".join(f"{value:.2f}" for value in values)
 
 
@@ -124,33 +118,14 @@ def message(tokens, norms):
     return text + (" (not significant)." if abs(times - 1) <= half else ".")
 
 
-def plot(path, table, title):
-    """Saves a plot of the table: Fig. 1 a and d, beside the values of the paper."""
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained")
-    for axis, name in zip(axes, PAPER):
-        errors = {"measured": table[name]["±"]}
-        bars = table[name][["measured", "paper"]]
-        bars.plot.bar(ax=axis, yerr=errors, color=["tab:orange", "silver"], ylabel=name, rot=0)
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
 def main(words=None):
     look = argparse.RawDescriptionHelpFormatter
-    usage = "diagnose.py [--batches N] [--plot FILE] [flags of lopti.py]"
+    usage = "diagnose.py [--batches N] [flags of lopti.py]"
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=look, usage=usage, allow_abbrev=False
     )
     parser.add_argument(
         "--batches", type=int, default=20, help="rollout batches, 2 or more (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        default=Path("runs/diagnose.png"),
-        help="file of the plot (default: %(default)s)",
     )
     args, flags = parser.parse_known_args(words)
     try:
@@ -166,12 +141,9 @@ def main(words=None):
             raise lopti.UserError(
                 "a gradient norm is 0: no group has unequal rewards, or a bin has no token"
             )
-        table = summarize(tokens, norms)
-        print(table.to_string(float_format="{:.2f}".format))
+        print(summarize(tokens, norms).to_string(float_format="{:.2f}".format))
         print(f"\n{message(tokens, norms)} In the paper it is 4.8 times.")
-        plot(args.plot, table, message(tokens, norms))
         print("This does not say whether a method helps: compare.py trains with and without it.")
-        print(f"The plot is in {args.plot}.")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
 
