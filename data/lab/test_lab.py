@@ -47,12 +47,13 @@ def unequal_rewards(monkeypatch):
 def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     """`measure` returns norms of ∇ Σ Â·log π / N, the gradient of Eq. 1 at π_old, over all weights.
 
-    No weight moves. Flags of a method that makes several passes do not change what is measured.
+    Â is that of Eq. 4: rewards of 0 and 3 in turns give ∓ 1.5 / 1.732. No weight moves. Flags of a
+    method that makes several passes do not change what is measured.
     """
     update = mock.Mock(wraps=lopti.update)
     monkeypatch.setattr(lopti, "update", update)
     passes = ["--eta", "0.5", "--order", "high-low", "--passes", "2", "--max-grad-norm", "0.1"]
-    settings = lopti.parse_arguments([*SMALL, *passes])
+    settings = lopti.parse_arguments([*SMALL, *passes, "--alpha", "0.3"])
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
     untouched = copy.deepcopy(policy)
     examples, _ = lopti.load_data(settings, tokenizer)
@@ -65,12 +66,14 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     masks = [mask & (pi < 0.25), mask & (pi >= 0.25) & (pi < 0.5), mask & (pi >= 0.5) & (pi < 0.75)]
     masks += [mask & (pi >= 0.75), mask]
     assert tokens[0].tolist() == [part.sum() for part in masks[:4]]
+    signs = torch.tensor([-1.0, 1.0] * 4)[:, None]
+    advantages = (0.3 * pi + 0.7) * signs * 3**0.5 / 2
     by_hand = []  # of two mini-batches
     for rows in (slice(0, 4), slice(4, 8)):
         ids = rollout.ids[rows]
         logits = untouched(ids).logits[:, :-1] / 2  # the temperature
         logprobs = logits.log_softmax(2).gather(2, ids[:, 1:, None])[..., 0]
-        terms = rollout.advantages[rows, 1:] * logprobs / mask[rows].sum()
+        terms = advantages[rows, 1:] * logprobs / mask[rows].sum()
         by_hand.append([])
         for part in masks:
             gradient = torch.autograd.grad(terms[part[rows, 1:]].sum(), weights, retain_graph=True)
@@ -90,20 +93,23 @@ def test_each_response_token_is_in_one_bin():
 def test_table_of_diagnose_by_hand():
     """The table and the sentences have the ratios and 95 % intervals that a hand computes.
 
-    There are two batches, and t of one degree of freedom is 12.706. The norm of π < 0.25 is 8/4 = 2
-    of that of all tokens, with 5 - 2·2.5 = 0 and 3 - 2·1.5 = 0. It is 8/2 = 4 times that of
-    π ≥ 0.75, with 5 - 4·1 = 1 and 3 - 4·1 = -1: s/√2 is 1, and half of the interval is 12.706.
+    There are two batches, and t of one degree of freedom is 12.706. The share of π < 0.25 is
+    120/300 = 0.4, with 20 - 0.4·100 = -20 and 100 - 0.4·200 = 20: s/√2 is 20, and half of the
+    interval is 12.706·20/150. The norm of π < 0.25 is 8/4 = 2 of that of all tokens, with
+    5 - 2·2.5 = 0 and 3 - 2·1.5 = 0. It is 8/2 = 4 times that of π ≥ 0.75, with 5 - 4·1 = 1 and
+    3 - 4·1 = -1: s/√2 is 1, and half of the interval is 12.706.
     """
-    tokens = np.array([[20, 10, 10, 60], [20, 10, 10, 60]])
+    tokens = np.array([[20, 10, 10, 60], [100, 20, 20, 60]])
     norms = np.array([[5.0, 1.0, 1.0, 1.0, 2.5], [3.0, 1.0, 1.0, 1.0, 1.5]])
     table = diagnose.summarize(tokens, norms)
     shares, relative = (table[name] for name in diagnose.PAPER)
-    assert shares["measured"].tolist() == [0.2, 0.1, 0.1, 0.6]
+    assert shares["measured"].tolist() == [0.4, 0.1, 0.1, 0.4]
+    assert shares.loc["π < 0.25", "±"] == pytest.approx(12.706 * 20 / 150, rel=1e-4)
     assert list(relative.loc["π < 0.25"]) == pytest.approx([2.0, 0.0, 0.88])
     assert list(relative.loc["π ≥ 0.75"]) == pytest.approx([0.5, 12.706 / 8, 0.18], abs=1e-4)
     assert not doctest.testmod(diagnose).failed
     text = diagnose.message(tokens, norms)
-    assert text.startswith("20 % of the tokens have π < 0.25.\n")
+    assert text.startswith("40 % of the tokens have π < 0.25.\n")
     assert text.endswith("4.0 ± 12.7 times as large as that of π ≥ 0.75 (not significant).")
     for times in (4.0, 0.5):  # both differ from 1 by more than ± 0
         norms[:, 0] = times
