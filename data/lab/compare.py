@@ -111,11 +111,12 @@ def main(words=None):
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
         for seed in range(args.seeds):  # all methods with one seed, then the next seed
             for name, method in zip(names, methods):
+                print(f"{name}, seed {seed}", flush=True)
                 folder = train(replace(method, seed=seed, output=""), args.output)
                 run = curve.read_run(folder)
                 accuracy = accuracies(*run)
-                print(f"{name}, seed {seed}: training {accuracy['training']:.3f}, ", end="")
-                print(f"held out {accuracy['held out']:.3f}, in {folder}", flush=True)
+                numbers = ", ".join(f"{key} {value:.3f}" for key, value in accuracy.items())
+                print(f"  {numbers}, in {folder}", flush=True)
                 rows.append({"flags": name, "seed": seed, **accuracy})
                 runs[name].append(run)
     except (lopti.UserError, OSError) as problem:
@@ -127,7 +128,7 @@ def main(words=None):
     differences = paired_differences(table)
     print(differences.round(3).to_string())
     if differences.isna().any(axis=None):
-        print("NaN: training has no second step, or ± no second seed, so it is not defined.")
+        print("NaN is not defined: training leaves out the first step, and ± needs two seeds.")
     plot = args.output / "curves.png"
     curve.draw(plot, {name: mean_over_seeds(of_name) for name, of_name in runs.items()})
     print(f"\nThe plot is in {plot}.")

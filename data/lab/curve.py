@@ -39,7 +39,7 @@ def read_run(path):
     file = path / "metrics.jsonl" if path.is_dir() else path
     metrics = pandas.DataFrame(lopti.read_lines(file))
     if not {"step", *PANELS.values()} <= set(metrics):
-        raise lopti.UserError(f"{file} has no line of a training step")
+        raise lopti.UserError(f"{file} has no line of a training step, or does not exist")
     rows = {}
     for other in sorted(file.parent.glob("*evaluations.jsonl")):
         for line in lopti.read_lines(other):

@@ -207,6 +207,10 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     assert [*lists[1].split(), "0.60", "0.5"] in lines
     difference = f"{lists[2]} minus {lists[1]} 2 -0.25 0.0 0.3 0.0"
     assert difference.split() in lines
+    assert lines[:2] == [
+        ["GRPO,", "seed", "0"],
+        ["training", "0.300,", "held", "out", "0.500,", "in", trained[0].output],
+    ]
     assert "report" not in printed and "NaN" not in printed
     expected = []
     for seed in (0, 1):
@@ -242,7 +246,7 @@ def test_compare_says_why_a_number_is_missing_and_draws_means(trained, monkeypat
     drawn = []
     monkeypatch.setattr(curve, "draw", lambda path, runs: drawn.append((path, runs)))
     compare.main(["--seeds", "1", "", "--eta 0.5"])
-    assert "NaN: training has no second step, or ± no second seed" in capsys.readouterr().out
+    assert "NaN is not defined: training leaves out the first step" in capsys.readouterr().out
     compare.main(["--seeds", "2", "", "--eta 0.5"])
     path, runs = drawn[1]
     assert path == Path("runs/compare/curves.png")
