@@ -9,7 +9,7 @@ computes the gradient of GRPO's loss, without the KL term, at the policy that sa
 tokens, and once for the tokens of each of four intervals of π. With --alpha the advantages are
 those of Eq. 4. No weight changes. It prints a line for each batch, with the numbers of all batches
 so far, and at the end a table. ± is half of a 95 % interval over rollout batches. The default, 20
-batches of 128 responses with the bundled model, takes about 7 minutes on one CPU core.
+batches of 128 responses with the bundled model, takes 6 to 7 minutes on one CPU core.
 
 It does not say whether a method helps: for that, train with and without it (compare.py).
 """
