@@ -1601,7 +1601,7 @@ def test_a_reward_of_ones_own_gets_every_column(folder):
         "def reward(**columns):\n    seen.update(columns)\n    return [7, True, 0.5, -1]\nseen = {}"
     )
     settings = make_settings(reward="every_column:reward")
-    first = example_from("2", a=1, prompts="no", solution="Add one to one.")
+    first = example_from("2", a=1, prompts="no", completions="no", solution="Add one to one.")
     second = example_from({"x": 3}, b=[2])
     examples = [first, first, second, second]
     found = rewards.compute_rewards(["r", "s", "t", "u"], examples, settings)
@@ -1730,8 +1730,8 @@ ROWS = [  # a task, a row, its prompt, its solution
     ("math", {"question": "", "prompt": CHAT, "answer": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {**ROW, "question": "", "solution": "3", "answer": ""}, ASKED, "3"),
     ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
-    ("kk", {"quiz": "Who?", "solution_text_format": LILY, "solution": [False]},
-     "<|user|>Who?<|assistant|><think>", LILY),
+    ("kk", {"quiz": "Who?", "solution_text_format": JACK, "solution": [True, False], "level": 9},
+     "<|user|>Who?<|assistant|><think>", JACK),
     ("kk", {"quiz": "Who?", "solution": LILY, "prompt": [{"role": "user", "content": ASKED}]},
      "<|user|>Who?<|assistant|><think>", LILY),  # as in the authors' files
     ("kk", {"prompt": "Who? ", "solution": LILY}, "Who? ", LILY),
@@ -1745,10 +1745,11 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example.prompt == prompt
-    assert example.question in ("1 + 1?", "1 + 1 =", "1", "Who?", "Who? ")
+    questions = [text for text in ("1", "1 + 1?", "1 + 1 =", "Who?", "Who? ") if text in prompt]
+    assert example.question == questions[-1]
     assert example.solution == solution
     assert example.columns == row
-    assert example.difficulty == ("1" if task == "kk" else "all")
+    assert example.difficulty == {LILY: "1", JACK: "2"}.get(solution, "all")
 
 
 NO_QUESTION = "a text as question, quiz, problem, or a whole prompt; it has the columns"
@@ -1975,7 +1976,7 @@ def test_why_no_row_is_left(rows, eval_rows, reason, tmp_path):
 
 def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     """Also where one of the two is a whole prompt, and beyond --eval-size."""
-    rows = [{"problem": f"Say {i}!", "answer": "2", "level": i % 2} for i in range(20)]
+    rows = [{"problem": f"Say {i}!", "answer": "2", "level": [10, 2][i % 2]} for i in range(20)]
     rows += [{"prompt": CHAT, "solution": "2"}]
     whole = [{"role": "user", "content": f"Say 1!{rewards.MATH_PROMPT}"}]
     others = [{"prompt": whole, "solution": "2"}, {**ROW, "problem": "Say 99!"}]
@@ -1984,8 +1985,8 @@ def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     settings = make_settings(data=own, eval_data=other, eval_size=3)
     training, evaluation = rewards.load_data(settings, TOKENIZER)
     assert problems(training) == ["Say 99!"]
-    assert [example.difficulty for example in evaluation] == ["0"] * 3 + ["1"] * 3 + ["all"]
-    assert problems(evaluation)[:3] != ["Say 0!", "Say 2!", "Say 4!"]  # a sorted file: its easiest
+    assert [example.difficulty for example in evaluation] == ["2"] * 3 + ["10"] * 3 + ["all"]
+    assert problems(evaluation)[:3] != ["Say 1!", "Say 3!", "Say 5!"]  # a sorted file: its easiest
 
 
 def test_batches_come_in_a_new_order_each_time_through():
