@@ -415,7 +415,7 @@ def forest(title, xlabel, rows, pairs, series, limit):
                 fill = color if weight == "bold" else "white"
                 style = {"color": color, "markerfacecolor": fill, "markersize": 7, "capsize": 3}
                 panel.errorbar(each.mean, line + 0.08, xerr=each.half, fmt="oD"[place], **style)
-        panel.set_title(pair, size=12, weight="bold")
+        panel.set_title(pair, size=11, weight="bold")
         panel.set(xlim=(-limit, limit), ylim=(lines - 0.5, -0.8))
     middles = [(row + 0.5) * len(series) - 0.5 for row in range(len(rows))]
     panels[0].set_yticks(middles, rows)
