@@ -1,4 +1,4 @@
-"""Prints the tables of results/RESULTS.md and draws its pictures from the csv files beside it.
+"""Prints the tables of results/RESULTS.md and draws its pictures from the files beside it.
 
 python data/lab/results.py        # a test asks that this changes nothing
 
@@ -362,8 +362,28 @@ def of_r11(training, final):
     return grid("SmolLM2, true or false", rows, names(*columns), found)
 
 
+def gpu_step():
+    """The guide's table of one training step on an H100."""
+    measured = pandas.read_json(FOLDER / "gpu_h100.jsonl", lines=True)
+    step = measured[(measured.run == "whole_step") & (measured.longest != 8)]
+    parts = step.groupby("part")[["seconds", "peak_GiB"]].agg({"seconds": "sum", "peak_GiB": "max"})
+    labels = {
+        "sample": "sampling 64 responses of 1,024 tokens",
+        "response_logprobs": "log-probabilities, of the policy and of the initial model",
+        "update": "both passes of Lopti, two optimizer steps each",
+        "save_checkpoint": "saving a checkpoint of 37 GB",
+    }
+    lines = []
+    for part, label in labels.items():
+        row = parts.loc[part]
+        lines.append([label, f"{row.seconds:.0f}", f"{row.peak_GiB:.0f} GiB"])
+    whole = f"{parts.seconds.training_step:.0f}"
+    lines.append(["the whole training step", whole, f"{parts.peak_GiB.max():.0f} GiB"])
+    return table(["part", "seconds", "peak memory of the tensors"], lines)
+
+
 def tables():
-    """{name: table}, in the order of the page."""
+    """{name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
     training, final = of_runs("training_accuracy"), of_runs("final_accuracy")
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
@@ -386,6 +406,7 @@ def tables():
         "R8 and R9": first_steps("setting", FIRST_STEPS),
         "R10": of_r10(training),
         "R11": of_r11(training, final),
+        "GPU": gpu_step(),
     }
 
 
@@ -459,18 +480,27 @@ def svg(draw):
     return re.sub(r"\d+\.\d{5,}", lambda found: f"{round(float(found[0]), 2):g}", file.getvalue())
 
 
-def printed():
-    """{file name: its text}: the page with its tables filled in, and the pictures."""
-    page = (FOLDER / "RESULTS.md").read_text(encoding="utf-8")
+def filled(path):
+    """The text of a page, with its tables as they are now."""
+    page, *parts = path.read_text(encoding="utf-8").split("<!-- table: ")
+    printed = tables()
     end = "<!-- end of table -->"
-    for name, text in tables().items():
-        begin = f"<!-- table: {name} -->"
-        before, after = page.split(begin)
-        page = f"{before}{begin}\n\n{text}\n\n{end}{after.partition(end)[2]}"
-    pictures = {"comparisons.svg": svg(comparisons), "synthetic_tasks.svg": svg(synthetic_tasks)}
-    return {"RESULTS.md": page, **pictures}
+    for part in parts:
+        name, _, rest = part.partition(" -->")
+        page += f"<!-- table: {name} -->\n\n{printed[name]}\n\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def files():
+    """{path: text}: the pages with their tables, and the pictures."""
+    guide = FOLDER.parents[1] / "GUIDE.md"
+    pages = {page: filled(page) for page in (FOLDER / "RESULTS.md", guide)}
+    pictures = {
+        FOLDER / f"{draw.__name__}.svg": svg(draw) for draw in (comparisons, synthetic_tasks)
+    }
+    return pages | pictures
 
 
 if __name__ == "__main__":
-    for name, text in printed().items():
-        (FOLDER / name).write_text(text, encoding="utf-8")
+    for path, text in files().items():
+        path.write_text(text, encoding="utf-8")

@@ -24,11 +24,11 @@ NOTEBOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
 
 def test_tables_and_pictures_are_what_the_program_prints():
     assert doctest.testmod(results).failed == 0
-    for name, text in results.printed().items():
-        on_record = (results.FOLDER / name).read_text(encoding="utf-8")
-        if name.endswith(".svg") and f"Matplotlib v{matplotlib.__version__}," not in on_record:
+    for path, text in results.files().items():
+        on_record = path.read_text(encoding="utf-8")
+        if path.suffix == ".svg" and f"Matplotlib v{matplotlib.__version__}," not in on_record:
             continue  # another version draws a little differently
-        assert text == on_record, f"{name}: run python data/lab/results.py"
+        assert text == on_record, f"{path.name} changes: run python data/lab/results.py"
 
 
 def decimals(text):
