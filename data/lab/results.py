@@ -42,17 +42,36 @@ LOOK = {  # of the pictures
 
 # What is compared ---------------------------------------------------------------------------------
 
-AR, AR_1, UNBIASED_1 = "AR, α = 0.3 − GRPO", "AR, α = 1 − GRPO", "unbiased AR, α = 1 − GRPO"
-LOPTI, TWO_PASSES, SPLIT = "Lopti − GRPO", "two-pass GRPO − GRPO", "Lopti − two-pass GRPO"
-BOTH, ORDER, RANDOM = "AR + Lopti − GRPO", "Lopti − reversed Lopti", "Lopti − random split"
+AR = "AR, α = 0.3 − GRPO"
+AR_1 = "AR, α = 1 − GRPO"
+UNBIASED_1 = "unbiased AR, α = 1 − GRPO"
+BOTH = "AR + Lopti − GRPO"
+LOPTI = "Lopti − GRPO"
+TWO_PASSES = "two-pass GRPO − GRPO"
+SPLIT = "Lopti − two-pass GRPO"
+ORDER = "Lopti − reversed Lopti"
+RANDOM = "Lopti − random split"
 HALF_RATE = ["Lopti, half the rate − GRPO", "two-pass GRPO, half the rate − GRPO"]
-LONG_STEPS = [f"{method} − long-step GRPO" for method in ("Lopti", "two-pass GRPO")]
-LONG_STEPS += ["unbiased AR, α = 1 − long-step GRPO", "long-step GRPO − GRPO"]
-OF_R6 = [AR_1, "AR, α = 0.6 − GRPO"]
-for alpha in (0.3, 0.6, 1):
-    OF_R6 += [f"unbiased AR, α = {alpha} − GRPO", f"unbiased AR, α = {alpha} − AR, α = {alpha}"]
-OF_R11 = ["oracle − GRPO", AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT, "oracle − two-pass GRPO"]
-OF_R11 += ["AR, α = 0.3 − two-pass GRPO", "unbiased AR, α = 1 − two-pass GRPO"]
+LONG_STEPS = [
+    "long-step GRPO − GRPO",
+    "Lopti − long-step GRPO",
+    "two-pass GRPO − long-step GRPO",
+    "unbiased AR, α = 1 − long-step GRPO",
+]
+OF_R6 = [
+    "AR, α = 0.6 − GRPO",
+    AR_1,
+    "unbiased AR, α = 0.3 − GRPO",
+    "unbiased AR, α = 0.6 − GRPO",
+    UNBIASED_1,
+    "unbiased AR, α = 0.3 − AR, α = 0.3",
+    "unbiased AR, α = 0.6 − AR, α = 0.6",
+    "unbiased AR, α = 1 − AR, α = 1",
+]
+OF_R11 = ["oracle − GRPO", AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT]
+OF_R11 += [
+    f"{method} − two-pass GRPO" for method in ("oracle", "AR, α = 0.3", "unbiased AR, α = 1")
+]
 SECTIONS = {  # section: {comparison: differences}, corrected together in each measure
     "R3": {
         "bundled, puzzles": [AR, LOPTI, TWO_PASSES, SPLIT, BOTH],
@@ -274,7 +293,8 @@ def conditions():
         grpo = of[of.method == "GRPO"]
         of_ar = of[of.method == "AR, α = 0.3"].seed.nunique() or "–"
         seeds = f"{grpo.seed.nunique()} ({of_ar})"
-        [steps], [optimizer] = grpo.training_steps.unique(), grpo.optimizer.unique()
+        [steps] = grpo.training_steps.unique()
+        [optimizer] = grpo.optimizer.unique()
         accuracy = f"{grpo.training_accuracy.mean():.3f}"
         lines.append([label, steps, seeds, f"{optimizer}, {rates}", accuracy])
     head = ["comparison", "training steps", "seeds (of AR)", "optimizer, learning rate or norm"]
@@ -304,7 +324,8 @@ def rules():
     """{task and optimizer: what the rule of R7 says}."""
     said = {}
     for job in pandas.read_csv(FOLDER / "synthetic_rule.csv").itertuples():
-        signal, variance = job.mean_pi_by_mean_gradient, job.mean_pi_by_squared_norm
+        signal = job.mean_pi_by_mean_gradient
+        variance = job.mean_pi_by_squared_norm
         words = f"no effect ({signal:.3f} = {variance:.3f})"
         if signal > variance:
             words = f"AR helps ({signal:.3f} > {variance:.3f})"
@@ -384,7 +405,8 @@ def gpu_step():
 
 def tables():
     """{name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
-    training, final = of_runs("training_accuracy"), of_runs("final_accuracy")
+    training = of_runs("training_accuracy")
+    final = of_runs("final_accuracy")
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
     of_r2 = {share: f"{share}, π < 0.25" for share in shares}
