@@ -38,7 +38,7 @@ def decimals(text):
     ['0.019 ± 0.006', '0.68']
     """
     text = re.sub(r"\(http\S+\)", "", " ".join(text.split()))
-    text = re.sub(r"[=<≥≤] [0-9.]+", "", text)
+    text = re.sub(r"(?:[=<≥≤]|Prop\.|section) [0-9.]+", "", text)
     return set(re.findall(r"\b\d+\.\d+(?: ± \d+\.\d+)?", text))
 
 
