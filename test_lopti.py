@@ -1224,6 +1224,7 @@ f^{-1}(x) = x + 2 | x + 2
 \$4.5\text{ million} | 4500000 | 4.5 million | \$4,500,000
 3\text{ dozen} | 36 | 3 dozen
 \frac12\text{ million} | 500,000
+2\text{ trillion} | 2000 billion | 2,000,000 million | 20 hundred billion | 2000000000 thousand
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
 (1,2), (3,0.5) | (3,\frac12), (1,2)
@@ -1238,6 +1239,8 @@ x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
 2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
 e^{-x}, 2^{0.5} | e^-x, 2^0.5
 \log_2 8 | \log_28 | \log_{2}8
+\log 2 + \pi 3 | \log2+\pi3
+\operatorname{lcm}(a,b) | \text{lcm}(a, b)
 \sin^2 3x | \sin^23x | \sin^{2}3x
 x \le 3 \le y | x ≤ 3 \leq y | x \leqslant 3 \le y
 y \geq 3 \ge x | y≥3≥x | y \geqslant 3 \geq x
@@ -1260,6 +1263,7 @@ DIFFERENT = r"""
 0 | x - y = 0 | x^3 - x = 0 | x != 0 | x \not= 0
 2^{10} | 2^{1}0 | 2^1 | 2^{-10} | 210
 0^{+} | 0 | 0^{-}
+Ca^{+2} | Ca^2
 4\text{ million} | 4 | 4 thousand | 40000 | 4 million million
 \$4\text{ million} | 4 | \$4
 3\text{ dozen eggs} | 3
