@@ -1252,7 +1252,7 @@ x \ne 5 | x \neq 5 | x ≠ 5 | x \not= 5
 \binom{4}{2} | \dbinom{4}{2}
 (1, 2) | \bigl( 1, 2 \bigr) | \Big(1,2\Big) | \color{blue}(1,2)
 12 | \large 12 | {\Large 12} | \boldsymbol{12} | \underline{12} | \color{red} 12 | \bf{12}
-12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \textcolor{red}{12}\text{ cm}
+12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \color{red}{12}\text{ cm}
 \frac{5}{1+2\sqrt{3}} | \mathbf{\frac{5}{1+2\sqrt{3}}} | \underline{\frac5{1+2\sqrt3}}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
 """
@@ -1270,7 +1270,6 @@ Ca^{+2} | Ca^2
 3\text{ and a half} | 3
 2\text{ thirds} | 2
 3\text{ hours and 20 minutes} | 3
-0.5\text{ percent} | 0.5
 \frac34 | 6/8 | \frac{1.5}{2} | -\frac34 | 3 | 34
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
 0.9666... | 0.9666 | 0.9666..
@@ -1836,6 +1835,13 @@ def test_no_later_turn_of_a_chat_is_lost():
     assert prompt == f"<user>system?\n\n{turns}"
     words = rewards.render_prompt(tokenizer_with(None), chat).split()
     assert words == [f"{role}?" for role in roles]
+
+
+def test_a_template_may_leave_out_blanks_at_the_ends_of_a_message(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [chat(" 1 + 1?\n")])
+    tokenizer = tokenizer_with(TURNS.replace("turn.content", "turn.content | trim"))
+    (example,) = rewards.load_rows(source, make_settings(), tokenizer)
+    assert example.prompt == "<user>1 + 1?<assistant>"
 
 
 def test_a_chat_that_the_template_refuses_ends_in_one_sentence(tmp_path):
