@@ -266,7 +266,8 @@ def count_problem(count, case):
     expected = len(case["steps"])
     if count == expected:
         return None
-    return f"wrong; your update made {count} optimizer steps, {expected} are expected"
+    steps = "step" if count == 1 else "steps"
+    return f"wrong; your update made {count} optimizer {steps}, {expected} are expected"
 
 
 def check_update(update):
