@@ -18,8 +18,9 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer
@@ -78,6 +80,7 @@ def random_model(family="Llama", ends=(1,), **changes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**config))
     model.generation_config = GenerationConfig(eos_token_id=list(ends), pad_token_id=0)
+    model.in_bfloat16 = False
     for parameter in model.parameters():
         if parameter.dim() >= 2:
             parameter.data.mul_(6)
@@ -97,26 +100,37 @@ def other_template():
     return tokenizer
 
 
-def packed(prompts, responses):
-    """A Rollout of these token ids."""
-    ids, mask, lengths = lopti.pack(prompts, responses)
-    return lopti.Rollout(ids, mask, lengths, lengths == 0, [])
+def logprobs_of(model, ids, mask, flags=""):
+    """`response_logprobs` with the settings of these flags."""
+    settings = settings_of(flags)
+    size = settings.tokens_per_microbatch
+    return lopti.response_logprobs(model, ids, mask, settings.temperature, size)
 
 
-def random_rollout(model, settings):
+def random_rollout(model, flags=""):
     """A Rollout of 12 rows of random lengths, with all that the update needs."""
     rng = random.Random(1)
     prompts = [rng.choices(range(5, 308), k=rng.randint(2, 7)) for _ in range(12)]
     responses = [rng.choices(range(5, 308), k=rng.randint(1, 9)) for _ in range(12)]
-    rollout = packed(prompts, responses)
-    rollout.old_logprobs, rollout.entropies = lopti.response_logprobs(model, rollout, settings)
-    rollout.ref_logprobs = rollout.old_logprobs - 0.3
-    rollout.advantages = rollout.response_mask.float()
-    return rollout
+    ids, mask = lopti.pack(prompts, responses)
+    old_logprobs, entropies = logprobs_of(model, ids, mask, flags)
+    return lopti.Rollout(
+        texts=[""] * 12,
+        rewards=torch.zeros(12),
+        truncated=torch.zeros(12) > 0,
+        ids=ids,
+        mask=mask,
+        old_logprobs=old_logprobs,
+        entropies=entropies,
+        ref_logprobs=old_logprobs - 0.3 * mask,
+        advantages=mask.float(),
+    )
 
 
-def adamw(policy, settings):
-    rate = settings.learning_rate
+def adamw(policy, flags=""):
+    """AdamW as a reader would write it."""
+    settings = settings_of(flags)
+    rate = settings.learning_rate or 1e-4
     return torch.optim.AdamW(policy.parameters(), rate, weight_decay=settings.weight_decay)
 
 
@@ -137,7 +151,7 @@ def joined(rows):
 
 SOLUTIONS = {"Lily": "", "Zoey is a knight": "1", "Liam is a knave or": "22"}  # of three prompts
 CLIPS = {name: f"clip_ratio/{name}_mean" for name in ("low", "high", "dual")}
-STATISTICS = ("policy_loss", "kl", *CLIPS.values(), "updated_share", "grad_norm")
+STATISTICS = ("policy_loss", "kl", *CLIPS.values(), "updated_share", "grad_norm", "optimizer_steps")
 
 
 def example_of(prompt, solution, difficulty="2"):
@@ -160,12 +174,12 @@ def vowels(completions, solution, **columns):
     return values
 
 
-def plain_rows(rollout):
+def plain_rows(ids, mask):
     """The prompt and the response of each row, as ids without padding."""
     rows = []
-    for ids, mask in zip(rollout.ids, rollout.response_mask):
-        start = mask.tolist().index(True)
-        rows.append(SimpleNamespace(prompt=ids[:start], response=ids[mask]))
+    for row_ids, row_mask in zip(ids, mask):
+        start = row_mask.tolist().index(True)
+        rows.append(SimpleNamespace(prompt=row_ids[:start], response=row_ids[row_mask]))
     return rows
 
 
@@ -175,13 +189,14 @@ def plain_reward(row):
 
 
 def plain_logprobs(model, row, settings):
-    """log π of each token of one response, −∞ outside V_safe, and the entropies: two of (T,)."""
+    """log π of each token of one response, -80 outside V_safe, and the entropies: two of (T,)."""
     logits = model(torch.cat([row.prompt, row.response])[None]).logits[0]
     logits = logits[len(row.prompt) - 1 : -1] / settings.temperature  # (T, V)
     pi = logits.softmax(-1)
     safe = pi >= settings.min_p * pi.amax(-1, keepdim=True)
     logprobs = logits.masked_fill(~safe, -math.inf).log_softmax(-1)
-    entropies = -(logprobs.exp() * logprobs).nansum(-1)
+    logprobs = logprobs.masked_fill(~safe, -80.0)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
     return logprobs[range(len(row.response)), row.response], entropies
 
 
@@ -192,7 +207,7 @@ OFF_DEFAULT = (
     "--solved-reward 1 "
 )
 TRAINING = {  # flags: the tokens of each pass
-    "--alpha 0.3 --eta 0.06 --kl-coef 0.5 --min-p 0.05 --passes 2": "low high low high",
+    "--alpha 0.3 --eta 0.06 --kl-coef 0.5 --min-p 0.03 --passes 2": "low high low high",
     "--alpha 0.9 --eta 0.06 --order high-low --advantage reinforce++ --kl-coef 0": "high low",
     "--kl-coef 0.2 --passes 2": "all all",
 }
@@ -210,15 +225,16 @@ def test_training_step_against_a_plain_second_implementation(flags):
     start = weights(policy)
     plain = copy.deepcopy(policy)
     reference = copy.deepcopy(policy)
-    optimizer = adamw(policy, settings)
-    plain_optimizer = adamw(plain, settings)
+    optimizer = lopti.new_optimizer(policy, settings)
+    plain_optimizer = adamw(plain, OFF_DEFAULT + flags)
     happened = set()
     for _ in range(2):
-        rollout, updates = lopti.training_step(
-            policy, reference, optimizer, TOKENIZER, EXAMPLES, settings
-        )
+        with lopti.safe_vocabulary([policy, reference], settings.min_p, settings.temperature):
+            rollout, updates = lopti.training_step(
+                policy, reference, optimizer, TOKENIZER, EXAMPLES, settings
+            )
         # 1. G responses to each prompt: those that were sampled.
-        rows = plain_rows(rollout)
+        rows = plain_rows(rollout.ids, rollout.mask)
         case = vars(settings) | {"responses": [row.response.tolist() for row in rows]}
         # 2. R, the reward of each response.
         case["rewards"] = [plain_reward(row) for row in rows]
@@ -232,7 +248,7 @@ def test_training_step_against_a_plain_second_implementation(flags):
         refs = [plain_logprobs(reference, row, settings)[0].tolist() for row in rows]
         ref = golden.by_token(refs)
         entropies = [plain_logprobs(plain, row, settings)[1].tolist() for row in rows]
-        mask = rollout.response_mask
+        mask = rollout.mask
         assert not rollout.old_logprobs[~mask].any()
         assert close(rollout.old_logprobs[mask], list(old.values()), 1e-3)
         assert close(rollout.entropies[mask], joined(entropies), 1e-3)
@@ -248,11 +264,14 @@ def test_training_step_against_a_plain_second_implementation(flags):
         steps = golden.solve_steps(
             case, plain_optimizer, logprobs, old, ref, advantages, low, TRAINING[flags].split()
         )
-        for result, step in zip(joined(updates), steps, strict=True):
+        assert [name for name, _ in updates] == TRAINING[flags].split()
+        results = joined(results for _, results in updates)
+        for result, step in zip(results, steps, strict=True):
             expected = {name: step[f"clip_{clip}_share"] for clip, name in CLIPS.items()}
             expected |= {"policy_loss": step["policy_loss"], "kl": step["kl"]}
             expected["updated_share"] = step["updated_tokens"] / step["response_tokens"]
             expected["grad_norm"] = step["gradient_norm"]
+            expected["optimizer_steps"] = float(not step["skipped"])
             assert result == pytest.approx(expected, rel=1e-3, abs=1e-5)
             happened |= {name for name, value in result.items() if value}
     assert set(CLIPS.values()) <= happened  # every clip was active somewhere
@@ -264,9 +283,8 @@ def test_training_step_against_a_plain_second_implementation(flags):
 # 1. Sampling --------------------------------------------------------------------------------------
 
 
-def sample(model, flags="", tokenizer=TOKENIZER, prompts=PROMPTS, group_size=1, temperature=0.0):
-    settings = settings_of(flags)
-    return lopti.sample(model, tokenizer, prompts, group_size, temperature, settings)
+def sample(model, tokenizer=TOKENIZER, prompts=PROMPTS, temperature=0.0, limit=40, size=0):
+    return lopti.sample(model, tokenizer, prompts, temperature, limit, size)
 
 
 @pytest.mark.parametrize("temperature, min_p", [(1.0, 0.0), (0.7, 0.0), (0.8, 0.3)])
@@ -280,15 +298,17 @@ def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, t
     own |= {"repetition_penalty": 1.8, "min_p": 0.5, "suppress_tokens": list(range(20, 60))}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     model, tokenizer = lopti.load_model(tmp_path, "cpu")
-    flags = f"--temperature {temperature} --min-p {min_p} --max-new-tokens 1"
     torch.manual_seed(0)
-    rollout = sample(model, flags, tokenizer, ["Lily said"], 4000, temperature)
     every_token = torch.arange(len(TOKENIZER))[:, None].tolist()
-    scored = packed([TOKENIZER("Lily said").input_ids] * len(every_token), every_token)
-    pi = lopti.response_logprobs(model, scored, settings_of(flags))[0][:, -1].exp()
+    scored = lopti.pack([TOKENIZER("Lily said").input_ids] * len(every_token), every_token)
+    with lopti.safe_vocabulary([model, None], min_p, temperature):
+        ids, *_ = sample(model, tokenizer, ["Lily said"] * 4000, temperature, limit=1)
+        logprobs, _ = logprobs_of(model, *scored, f"--temperature {temperature}")
+    pi = logprobs[:, -1].exp()
     assert pi.sum().item() == pytest.approx(1, abs=1e-4)
-    counts = torch.bincount(rollout.ids[:, -1], minlength=len(TOKENIZER))
-    common = (pi > 0.002) | (pi == 0)
+    counts = torch.bincount(ids[:, -1], minlength=len(TOKENIZER))
+    common = (pi > 0.002) | (pi < 1e-30)
+    assert (pi < 1e-30).any() == (min_p > 0)
     expected = 4000 * pi[common] + 1e-6
     chi_squared = ((counts[common] - expected) ** 2 / expected).sum()
     degrees = int((pi > 0.002).sum()) - 1
@@ -316,28 +336,28 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     for prompt in PROMPTS:
         ids = TOKENIZER(prompt, return_tensors="pt").input_ids
         alone.append(model.generate(ids, generation_config=options)[0].tolist())
+    model.generation_config.pad_token_id = alone[0][-33]
     tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.pad_token_id = alone[0][-33]
     first = TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", 1)])
     tokenizer._tokenizer.post_processor = first
     calls = watch(monkeypatch, lopti, "generate").call_args_list
     inner_calls = watch(monkeypatch, model, "generate").call_args_list
-    rollout = sample(model, "--max-new-tokens 40 --sample-batch-size 5", tokenizer, group_size=4)
+    prompts = lopti.repeat(PROMPTS, 4)
+    sampled, mask, _, truncated = sample(model, tokenizer, prompts, size=5)
     assert [len(call.args[1]) for call in calls] == [5, 5, 2]
     read = [call.args[0].shape for call in inner_calls if "generation_config" not in call.kwargs]
     assert read == [(2, 15), (2, 3)]
-    for i, row in enumerate(plain_rows(rollout)):
+    for i, row in enumerate(plain_rows(sampled, mask)):
         assert row.prompt.tolist() == TOKENIZER(PROMPTS[i // 4]).input_ids
         assert [*row.prompt, *row.response] == alone[i // 4]
-        assert rollout.lengths[i] == len(alone[i // 4])
-        assert rollout.truncated[i] == (alone[i // 4][-1] not in ends)
+        assert truncated[i] == (alone[i // 4][-1] not in ends)
 
 
 def test_layers_with_a_sliding_window_keep_no_more_than_the_window(monkeypatch):
     """Only layers that keep all tokens get room for more; the others stay those of HF."""
     model = random_model("Gemma2", **WINDOW)
     calls = watch(monkeypatch, model, "generate").call_args_list
-    sample(model, "--max-new-tokens 40")
+    sample(model)
     sliding, full = calls[-1].kwargs[lopti.CACHE].layers
     assert sliding.keys.shape[2] == 7
     assert type(full) is lopti.PreallocatedLayer
@@ -395,16 +415,17 @@ def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monk
     model, tokenizer = lopti.load_model(tmp_path / "run" / "final", "cpu")
     calls = watch(monkeypatch, model, "generate").call_args_list
     torch.manual_seed(0)
-    rollout = sample(model, "--max-new-tokens 60", tokenizer, PROMPTS[:2], 128, 2.0)
-    unfinished = int((rollout.response_mask.sum(1) > lopti.STRETCH).sum())
+    prompts = lopti.repeat(PROMPTS[:2], 128)
+    sampled, mask, texts, truncated = sample(model, tokenizer, prompts, 2.0, limit=60)
+    unfinished = int((mask.sum(1) > lopti.STRETCH).sum())
     assert [len(call.args[0]) for call in calls] == [2, 256, unfinished]
     last = set()
-    for row, truncated, text in zip(plain_rows(rollout), rollout.truncated, rollout.texts):
+    for row, is_cut_off, text in zip(plain_rows(sampled, mask), truncated, texts):
         ids = row.response.tolist()
-        if not truncated:
+        if not is_cut_off:
             last.add(ids.pop())
         assert not {1, 3, 4} & set(ids)
-        assert len(ids) == 60 or not truncated
+        assert len(ids) == 60 or not is_cut_off
         assert text == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert last == {1, 3, 4}
     assert text != tokenizer.decode(ids)
@@ -419,8 +440,9 @@ def test_bfloat16_is_for_forward_passes():
     Without it everything is float32.
     """
     policy = random_model("Qwen2", tie_word_embeddings=True)
-    settings = settings_of(OFF_DEFAULT + "--dtype bfloat16 --stapo")
-    optimizer = adamw(policy, settings)
+    policy.in_bfloat16 = True
+    settings = settings_of(OFF_DEFAULT + "--stapo")
+    optimizer = adamw(policy)
     computed = set()  # dtypes of the layers' outputs
     for module in policy.modules():
         if isinstance(module, torch.nn.Linear):
@@ -429,12 +451,12 @@ def test_bfloat16_is_for_forward_passes():
     rollout, _ = lopti.training_step(policy, policy, optimizer, TOKENIZER, EXAMPLES, settings)
     assert computed == {torch.bfloat16}
     assert weights(policy).dtype == torch.float32
-    with lopti.mixed_precision(policy, settings):
-        logits = lopti.token_logits(policy, rollout.ids, rollout.response_mask, 1.0)
-        divided = lopti.token_logits(policy, rollout.ids, rollout.response_mask, 0.7)
+    logits = lopti.token_logits(policy, rollout.ids, rollout.mask, 1.0)
+    divided = lopti.token_logits(policy, rollout.ids, rollout.mask, 0.7)
     assert torch.equal(divided, logits / 0.7)
     computed.clear()
-    lopti.response_logprobs(policy, rollout, settings_of())
+    policy.in_bfloat16 = False
+    logprobs_of(policy, rollout.ids, rollout.mask)
     assert computed == {torch.float32}
 
 
@@ -451,10 +473,12 @@ def test_equal_rewards_get_exactly_zero_and_nearly_equal_ones_do_not(reward):
     values = torch.full((7,), reward, dtype=torch.float64)
     for is_unequal in (False, True):
         values[0] += is_unequal * 1e-5 * (1 + abs(reward))
-        assert lopti.all_equal(values[None]).all() != is_unequal
         assert lopti.group_advantages(values, 7).any() == is_unequal
-        assert lopti.reinforce_pp_advantages(values, torch.ones(7, 3) > 0).any() == is_unequal
-    assert lopti.reaches(0.7 + 0.2 + 0.1, 1.0)  # 0.9999999999999999
+        counts = torch.arange(1, 8)
+        assert lopti.reinforce_pp_advantages(values, counts).any() == is_unequal
+    settings = settings_of("--task math")
+    assert lopti.is_solved(0.7 + 0.2 + 0.1, settings)  # 0.9999999999999999
+    assert not lopti.is_solved(0.99999, settings)
 
 
 def tensors(case, *names):
@@ -472,28 +496,30 @@ def test_golden_cases(case):
     assert close(advantages, case["reweighted_advantages"])
     low, high = lopti.split_tokens(old, mask, case["eta"])
     assert torch.equal(low, torch.tensor(case["low"]) & mask)
-    options = {name: case[name] for name in ("clip_low", "clip_high", "clip_dual", "kl_coef")}
+    clips = [case[f"clip_{name}"] for name in CLIPS]
     for name, tokens in (("all", mask), ("low", low), ("high", high)):
         expected = case["passes"][name]
         logprobs = new.clone().requires_grad_()
-        loss, statistics = lopti.policy_loss(
-            logprobs[tokens], old[tokens], advantages[tokens], mask.sum(), ref[tokens], **options
-        )
+        arguments = (logprobs[tokens], old[tokens], advantages[tokens])
+        losses = lopti.policy_loss(*arguments, *clips)
+        kl = lopti.kl_estimate(logprobs[tokens], ref[tokens]) * (case["kl_coef"] > 0)
+        loss = (losses + case["kl_coef"] * kl).sum() / mask.sum()
         loss.backward()
         assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
         assert close(logprobs.grad, expected["gradient"])
+        statistics = lopti.token_statistics(losses, kl, *arguments, *clips)
+        assert tuple(statistics) == lopti.STATISTICS
+        found = [float(values.detach().sum() / mask.sum()) for values in statistics.values()]
         names = ["policy_loss", "kl", *(f"clip_{clip}_share" for clip in CLIPS)]
-        found = [float(value) for value in statistics.values()]
         assert found == pytest.approx([expected[name] for name in names], abs=1e-7)
 
 
 def updated(flags="", model=None):
     """Makes one pass over a fixed rollout. Returns the model, and what `update` returns."""
-    settings = settings_of(flags)
     model = model or random_model()
-    rollout = random_rollout(model, settings)
-    optimizer = adamw(model, settings)
-    return model, lopti.update(model, optimizer, rollout, rollout.response_mask, settings)
+    rollout = random_rollout(model, flags)
+    optimizer = adamw(model, flags)
+    return model, lopti.update(model, optimizer, rollout, rollout.mask, settings_of(flags))
 
 
 @pytest.mark.parametrize("factor, steps", [(0, 2), (1e-9, 3), (math.nan, 2), (math.inf, 2)])
@@ -504,32 +530,30 @@ def test_which_gradients_make_a_step(factor, steps):
     """
     model = random_model()
     settings = settings_of("--mini-batch-size 4 --kl-coef 0")
-    rollout = random_rollout(model, settings)
+    rollout = random_rollout(model)
     rollout.advantages[:4] *= factor  # of the first of three mini-batches
-    optimizer = adamw(model, settings)
-    first, *others = lopti.update(model, optimizer, rollout, rollout.response_mask, settings)
+    optimizer = adamw(model)
+    first, *others = lopti.update(model, optimizer, rollout, rollout.mask, settings)
+    assert [result["optimizer_steps"] for result in (first, *others)] == [steps - 2, 1, 1]
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert optimizer.state[model.lm_head.weight]["step"] == steps
     assert (0 < first["grad_norm"] < 1e-6) == (steps == 3)
     assert all(1e-3 < result["grad_norm"] < math.inf for result in others)
 
 
-def test_a_token_that_could_not_be_sampled_has_no_part():
-    """With --min-p a token of log π_old = −∞ is left out of loss and KL; it counts in N."""
+def test_a_row_without_a_token_of_the_pass_is_not_read(monkeypatch):
+    """A pass reads only rows that it trains on; a mini-batch without any makes no step."""
     model = random_model()
-    settings = settings_of("--min-p 1e-9 --group-size 4")
-    rollout = random_rollout(model, settings)
-    rollout.rewards = torch.zeros(12)
-    rollout.old_logprobs[0, rollout.lengths[0] - 1] = -math.inf
-    count = int(rollout.response_mask.sum())
-    share = (count - 1) / count
-    k3 = math.exp(-0.3) + 0.3 - 1  # log π_ref is log π - 0.3
-    mask = rollout.response_mask
-    (result,) = lopti.update(model, adamw(model, settings), rollout, mask, settings)
-    assert result["policy_loss"] == pytest.approx(-share)  # Â = 1
-    assert result["kl"] == pytest.approx(share * k3)
-    assert 0 < result["grad_norm"] < math.inf
-    metrics = lopti.step_metrics(rollout, [[result]], settings)
-    assert metrics["rollout/kl"] == pytest.approx(share * k3)
+    rollout = random_rollout(model)
+    mask = rollout.mask.clone()
+    mask[[0, 1, 2, 3, 5, 6]] = False  # of the first of three mini-batches all
+    calls = watch(monkeypatch, lopti, "token_logits").call_args_list
+    settings = settings_of("--mini-batch-size 4 --tokens-per-microbatch 1")
+    first, *others = lopti.update(model, adamw(model), rollout, mask, settings)
+    assert len(calls) == 6
+    assert set(first.values()) == {0.0}
+    assert first.keys() == others[0].keys()
+    assert [result["optimizer_steps"] for result in others] == [1, 1]
 
 
 def test_the_memory_of_an_update():
@@ -565,16 +589,36 @@ KEPT = {  # of seven tokens with Â = 1, and of one with Â = -1
 
 @pytest.mark.parametrize("flags", KEPT)
 def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
-    """STAPO and 80/20 keep the tokens that a hand picks by their rules, and never padding."""
-    mask = torch.tensor([[True] * 7, [True] + [False] * 6])
+    """STAPO and 80/20 keep the tokens that a hand picks by their rules, and never padding.
+
+    They use the current policy, not the one that sampled, and the rows of one mini-batch.
+    """
+    mask = torch.tensor([[True] * 7, [True] * 7, [True] + [False] * 6])
     pi = torch.tensor([[0.0019] * 4 + [0.0021] * 3, [0.0019] + [1.0] * 6])
     entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 0.5, 0.5, 0.5], [0.1] + [9.0] * 6])
-    monkeypatch.setattr(lopti, "response_logprobs", lambda *_: (pi.log(), entropies))
-    advantages = torch.tensor([[1.0] * 7, [-1.0] * 7])
-    rollout = SimpleNamespace(response_mask=mask, advantages=advantages)
-    kept = lopti.tokens_to_keep(None, rollout, settings_of(flags))
+    rollout = lopti.Rollout(
+        texts=[],
+        rewards=None,
+        truncated=None,
+        ids=torch.arange(21).view(3, 7),
+        mask=mask,
+        old_logprobs=torch.zeros(3, 7),  # π is 1
+        entropies=torch.full((3, 7), 9.0),
+        ref_logprobs=None,
+        advantages=torch.tensor([[1.0] * 7, [1.0] * 7, [-1.0] * 7]),
+    )
+    current = Mock(return_value=(pi.log(), entropies))
+    monkeypatch.setattr(lopti, "response_logprobs", current)
+    settings = settings_of(flags)
+    rows = torch.tensor([1, 2])
+    kept = lopti.tokens_to_keep("p", rollout, rows, 0.7, 99, settings.stapo, settings.top_entropy)
+    model, ids, of_rows, *others = current.call_args.args
+    assert (model, others) == ("p", [0.7, 99])
+    assert torch.equal(ids, rollout.ids[1:])
+    assert torch.equal(of_rows, mask[1:])
+    assert kept[0].all()  # another mini-batch
     assert not (kept & ~mask).any()
-    text = "".join(str(int(value)) for value in kept[mask])
+    text = "".join(str(int(value)) for value in kept[1:][mask[1:]])
     assert f"{text[:7]} {text[7:]}" == KEPT[flags]
 
 
@@ -595,9 +639,9 @@ DEFAULTS = (
     "--alpha 0 --eta 0 --order low-high --passes 1 --advantage grpo --top-entropy 0 --min-p 0 "
     "--clip-low 0.2 --clip-high 0.24 --clip-dual 10 --kl-coef 0.001 --prompts-per-step 16 "
     "--group-size 8 --temperature 1 --max-prompt-length 400 --max-new-tokens 256 "
-    "--sample-batch-size 256 --learning-rate 1e-4 --weight-decay 0.01 --max-grad-norm 1 "
+    "--sample-batch-size 256 --weight-decay 0.01 --max-grad-norm 1 "
     "--mini-batch-size 64 --tokens-per-microbatch 2048 --steps 24 --model= --task kk --data= "
-    "--eval-data= --reward= --solved-reward 3 --dtype float32 --device auto --eval-every 0 "
+    "--eval-data= --reward= --dtype float32 --device auto --eval-every 0 "
     "--eval-size 100 --eval-samples 4 --save-every 10 --output= --seed 0"
 )
 
@@ -605,20 +649,39 @@ DEFAULTS = (
 def test_every_default():
     """Every default is what it was: another value would be another method or another run."""
     assert settings_of() == lopti.Settings() == settings_of(DEFAULTS)
-    others = {"stapo": False, "gradient_checkpointing": False, "resume": ""}
+    others = {"stapo": False, "gradient_checkpointing": False}
+    others |= {"learning_rate": None, "solved_reward": None}
     named = {name.replace("-", "_") for name in re.findall("--([a-z-]+)", DEFAULTS)}
     assert named | others.keys() == {each.name for each in fields(lopti.Settings)}
     assert vars(settings_of()).items() >= others.items()
     assert settings_of("--stapo --task math") == lopti.Settings(stapo=True, task="math")
-    assert settings_of("--task math").solved_reward == 1
     lopti.Settings(alpha=1, eta=1, top_entropy=1, kl_coef=0, steps=0, seed=2**32 - 1)  # limits
 
 
-def test_the_lowest_reward_of_a_right_response():
-    """A reward of one's own needs --solved-reward, and 0 is a value like any other."""
+def test_defaults_that_depend_on_other_settings():
+    """The lowest reward of a right response goes by the task, the learning rate by the model.
+
+    They are worked out when they are used. 0 is a value like any other. A reward of one's own has
+    no default.
+    """
+    kk = settings_of()
+    assert (kk.resolved().solved_reward, kk.resolved().learning_rate) == (3, 1e-4)
+    own = replace(kk, task="math", model="mine").resolved()
+    assert (own.solved_reward, own.learning_rate) == (1, 1e-6)
+    given = settings_of("--model mine --learning-rate 1e-3 --solved-reward 0").resolved()
+    assert (given.solved_reward, given.learning_rate) == (0, 1e-3)
+    for settings, rate in ((kk, 1e-4), (given, 1e-3)):
+        optimizer = lopti.new_optimizer(random_model(), settings)
+        assert optimizer.param_groups[0]["lr"] == rate
     with pytest.raises(lopti.UserError, match="--reward needs --solved-reward"):
         settings_of("--reward rewards:math_reward")
-    assert settings_of("--reward rewards:math_reward --solved-reward 0").solved_reward == 0
+
+
+def test_switches_can_be_taken_back():
+    """What a file of flags switches on, a later flag switches off."""
+    path = ROOT / "data" / "kk.flags"
+    assert settings_of(f"@{path}").gradient_checkpointing
+    assert not settings_of(f"@{path} --no-gradient-checkpointing").gradient_checkpointing
 
 
 @pytest.fixture(scope="module")
@@ -671,7 +734,7 @@ def test_what_a_run_leaves_behind(finished_run, flags):
     for name in ("grad_norm/low", "grad_norm/high", "seconds"):
         assert any(line[name] > 0 for line in lopti.read_lines(finished_run / "metrics.jsonl"))
     config = json.loads((finished_run / "config.json").read_text())
-    assert config == asdict(settings_of(f"{flags} --output {finished_run}"))
+    assert config == asdict(settings_of(f"{flags} --output {finished_run}").resolved())
 
 
 def test_train_is_training_step_in_a_loop(finished_run, flags):
@@ -736,19 +799,19 @@ def test_the_accuracy_table_by_hand(monkeypatch):
     examples = [example_of("?", solution, level) for solution, level in zip("77877", levels)]
     calls = []
 
-    def fake_sample(model, tokenizer, prompts, group_size, temperature, settings):
-        assert settings.min_p == 0  # evaluations sample from the whole vocabulary
-        calls.append((torch.initial_seed(), len(prompts), group_size, temperature))
+    def fake_sample(model, tokenizer, prompts, temperature, limit, size, title):
+        calls.append((torch.initial_seed(), len(prompts), temperature, limit, size))
         texts = [r"\boxed{7}", "no"] * 8 + ["no"] * 4 if temperature else [r"\boxed{7}"] * 5
-        truncated = torch.arange(len(texts)) < group_size  # the first prompt's are cut off
-        return SimpleNamespace(texts=texts, truncated=truncated)
+        # cut off: of the first prompt three samples, of the last one the greedy response
+        truncated = torch.arange(len(texts)) < 3 if temperature else torch.arange(5) > 3
+        return None, None, texts, truncated
 
     monkeypatch.setattr(lopti, "sample", fake_sample)
     policy = SimpleNamespace(device=torch.device("cpu"))
     of_training = torch.get_rng_state()
-    settings = settings_of("--task math --seed 7 --temperature 0.7 --min-p 0.1")
+    settings = settings_of("--task math --seed 7 --temperature 0.7 --sample-batch-size 9")
     table, greedy = lopti.evaluate(policy, TOKENIZER, examples, settings)
-    assert calls == [(8, 5, 1, 0), (8, 5, 4, 1)]  # T = 1, whatever --temperature
+    assert calls == [(8, 5, 0, 256, 9), (8, 20, 1, 256, 9)]  # T = 1, whatever --temperature
     assert torch.equal(torch.get_rng_state(), of_training)
     assert greedy == [{"response": r"\boxed{7}", "reward": float(i != 2)} for i in range(5)]
     assert list(table["greedy"]) == ["10", "2", "all"]
@@ -757,7 +820,7 @@ def test_the_accuracy_table_by_hand(monkeypatch):
         "greedy": pytest.approx([2 / 3, 1, 4 / 5]),
         "avg@4": pytest.approx([1 / 3, 1 / 4, 0.3]),
         "pass@4": pytest.approx([2 / 3, 1 / 2, 3 / 5]),
-        "cut off": pytest.approx([1 / 3, 0, 1 / 5]),
+        "cut off": pytest.approx([3 / 5 / 3, 1 / 5 / 2, 4 / 5 / 5]),
     }
     assert table["greedy"]["10"][1:] == pytest.approx((0.2077, 0.9385), abs=1e-4)
     interval = lopti.wilson_interval(torch.ones(2))
@@ -788,43 +851,56 @@ def test_micro_batches_count_padding():
 
     Rows of 2, 2 and 4 tokens make 3 · 4 = 12, and rows of 4 and 5 make 10.
     """
-    lengths = torch.tensor([9, 2, 5, 30, 2, 4])
-    assert lopti.micro_batches(lengths, 12) == [[1, 4, 5], [2], [0], [3]]
-    assert lopti.micro_batches(lengths, 9) == [[1, 4], [5], [2], [0], [3]]
+    ends = torch.tensor([[7], [9], [2], [5], [30], [2], [4]])
+    mask = torch.arange(30) == ends - 1  # a response of one token at the end of each row
+    rows = torch.arange(1, 7)
+    batches = [[[2, 5, 6], 4], [[3], 5], [[1], 9], [[4], 30]]
+    assert lopti.micro_batches(mask, rows, 12) == batches
+    batches = [[[2, 5], 2], [[6], 4], [[3], 5], [[1], 9], [[4], 30]]
+    assert lopti.micro_batches(mask, rows, 9) == batches
+    assert lopti.micro_batches(mask, rows[:0], 9) == []
 
 
 def test_step_metrics_by_hand():
     """Each value of metrics.jsonl is what a hand computes, and GUIDE explains each.
 
     There are two groups of two. Mini-batches and --passes are averaged, and Lopti's two passes are
-    added.
+    added. The task's own lowest reward of a right response is 3, and --solved-reward is lower.
     """
-    rollout = packed([[5]] * 4, [[6, 7], [8], [9, 9, 9], [6, 6]])
-    rollout.truncated = torch.tensor([False, False, True, False])
-    rollout.rewards = torch.tensor([3.0, -1.0, 3.0, 3.0])
+    ids, mask = lopti.pack([[5]] * 4, [[6, 7], [8], [9, 9, 9], [6, 6]])
     pi = torch.tensor([0.5, 0.3, 0.4, 0.9, 0.1, 0.8, 0.6, 0.2])
-    rollout.old_logprobs = lopti.scatter(pi.log(), rollout.response_mask)
-    rollout.ref_logprobs = lopti.scatter((pi / 2).log(), rollout.response_mask)
-    rollout.entropies = lopti.scatter(torch.full((8,), 0.25), rollout.response_mask)
+    rollout = lopti.Rollout(
+        texts=[],
+        rewards=torch.tensor([3.0, -1.0, 3.0, 3.0]),
+        truncated=torch.tensor([False, False, True, False]),
+        ids=ids,
+        mask=mask,
+        old_logprobs=lopti.scatter(pi.log(), mask),
+        entropies=lopti.scatter(torch.full((8,), 0.25), mask),
+        ref_logprobs=lopti.scatter((pi / 2).log(), mask),
+        advantages=mask.float(),
+    )
     updates = []
-    for value in (1.0, 10.0, 3.0, 30.0):  # low, high, low, high; each of two mini-batches
-        updates.append([dict.fromkeys(STATISTICS, value), dict.fromkeys(STATISTICS, 2 * value)])
+    for name, value in (("low", 1.0), ("high", 10.0), ("low", 3.0), ("high", 30.0)):
+        results = [dict.fromkeys(STATISTICS, value), dict.fromkeys(STATISTICS, 2 * value)]
+        for result in results:  # two mini-batches
+            result["optimizer_steps"] = 1.0
+        updates.append((name, results))
     settings = settings_of("--eta 0.45 --passes 2 --group-size 2")
-    expected = dict.fromkeys(STATISTICS[:-1], 1.5 * (1 + 10 + 3 + 30) / 2)
+    expected = dict.fromkeys(STATISTICS[:-2], 1.5 * (1 + 10 + 3 + 30) / 2)
     expected |= {"grad_norm/low": 1.5 * (1 + 3) / 2, "grad_norm/high": 1.5 * (10 + 30) / 2}
     expected |= {"reward": 2.0, "reward_std": 8**0.5 / 2, "frac_reward_zero_std": 0.5}
     expected |= {"accuracy": 0.75, "entropy": 0.25, "low_probability_share": 0.5}
-    expected |= {"completions/mean_length": 2.0, "completions/max_length": 3.0}
-    expected |= {"completions/clipped_ratio": 0.25}
-    expected |= {"rollout/kl": 0.5 - 1 + math.log(2), "rollout/tokens": 8.0}
-    expected["optimizer_steps"] = 7.0
-    updates[3][1]["grad_norm"] = 0.0
+    expected |= {"completions/mean_length": 2.0, "completions/clipped_ratio": 0.25}
+    expected |= {"rollout/kl": 0.5 - 1 + math.log(2), "optimizer_steps": 7.0}
+    updates[3][1][1] |= {"grad_norm": 0.0, "optimizer_steps": 0.0}
     expected["grad_norm/high"] = (10 + 20 + 30) / 4
     assert lopti.step_metrics(rollout, updates, settings) == pytest.approx(expected)
-    settings = settings_of("--passes 4 --group-size 4")  # without Lopti π < 0.5
+    settings = settings_of("--passes 4 --group-size 4 --solved-reward -1")  # without Lopti π < 0.5
     metrics = lopti.step_metrics(rollout, updates, settings)
     assert metrics["reward_std"] == 2
     assert metrics["low_probability_share"] == 0.5
+    assert metrics["accuracy"] == 1
     table = (ROOT / "data" / "GUIDE.md").read_text().split("### What the metrics mean")[1]
     columns = [row.split("|")[1] for row in table.splitlines() if row.startswith("|")]
     assert expected.keys() <= set(re.findall("`([a-z_/]+)`", " ".join(columns)))
@@ -898,6 +974,57 @@ def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path, capsys
     assert_same_run(folder, finished_run)
 
 
+def test_a_run_is_resumed_with_its_own_settings_whoever_asks(finished_run, flags, tmp_path):
+    """From Python as from the command line, α, η and all others are those of the run."""
+    folder = tmp_path / "run"
+    lopti.train(settings_of(f"{flags} --output {folder} --steps 2"))
+    assert lopti.resume(folder, steps=5) == folder
+    assert_same_run(folder, finished_run)
+    before = json.loads((finished_run / "config.json").read_text())
+    after = json.loads((folder / "config.json").read_text())
+    assert after == before | {"output": str(folder)}
+    assert (after["alpha"], after["eta"]) == (0.3, 0.5)
+    (folder / "config.json").write_text('{"gamma": 1}')
+    with pytest.raises(lopti.UserError, match="config.json is not that of this program: .*gamma"):
+        lopti.resume(folder)
+
+
+@pytest.mark.parametrize(
+    "call, how",
+    [
+        (1, "Stopped after 0 training steps; there is no checkpoint to go on from."),
+        (4, "Stopped after 3 training steps; there is no checkpoint to go on from."),
+        (5, "python lopti.py --resume {} goes on from the checkpoint of step 4."),
+    ],
+)
+def test_ctrl_c_says_what_was_done_and_how_to_go_on(
+    call, how, flags, tmp_path, monkeypatch, capsys
+):
+    step = lopti.training_step
+    calls = itertools.count(1)
+
+    def stopped_step(*inputs):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return step(*inputs)
+
+    monkeypatch.setattr(lopti, "training_step", stopped_step)
+    folder = tmp_path / "run"
+    assert exit_code(f"{flags} --eval-every 0 --save-every 4 --output {folder}") == 130
+    sentence = capsys.readouterr().out.splitlines()[-1]
+    assert sentence.startswith(f"Stopped after {call - 1} training steps; ")
+    assert sentence.endswith(how.format(folder))
+
+
+def test_a_run_that_does_not_begin_leaves_no_folder(flags, tmp_path, monkeypatch):
+    """A wrong model or file leaves nothing behind; what a run has written stays."""
+    assert exit_code(f"{flags} --data {tmp_path}/missing.jsonl --output {tmp_path}/run") == 2
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(lopti, "log_evaluation", Mock(side_effect=lopti.UserError("no")))
+    assert exit_code(f"{flags} --output {tmp_path}/run") == 2
+    assert (tmp_path / "run" / "config.json").exists()
+
+
 def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
     """A checkpoint has a GPU's random state, and it stays until the next one is complete.
 
@@ -905,7 +1032,7 @@ def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
     into memory, not into a second place beside the weights.
     """
     model = random_model()
-    optimizer = adamw(model, settings_of())
+    optimizer = adamw(model)
     gpu = Mock()
     gpu.get_rng_state.return_value = torch.ones(3)
     monkeypatch.setattr(torch, "get_device_module", Mock(return_value=gpu))
@@ -933,28 +1060,86 @@ def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
 def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
     """A model has float32 weights, none of them frozen, no dropout, and a padding token.
 
-    cuDNN's attention is off: long responses crashed, we think by it. A user is told if nobody has
-    tried this type of model.
+    cuDNN's attention is off: long responses crashed, we think by it.
     """
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token = None
     save_both(random_model("GPT2").bfloat16(), tokenizer, tmp_path)
     torch.backends.cuda.enable_cudnn_sdp(True)
-    monkeypatch.setattr(lopti, "TRIED", ["llama"])
     model, tokenizer = lopti.load_model(tmp_path, "cpu")
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert weights(model).dtype == torch.float32
     assert not model.training
     assert tokenizer.pad_token == TOKENIZER.eos_token
-    message = "No model of type gpt2 was tried. First run python data/lab/check_model.py"
-    assert f"{message} {tmp_path}\n" in capsys.readouterr().out
-    lopti.load_model("", "cpu")
+    assert not model.in_bfloat16
     assert not capsys.readouterr().out
     model.transformer.h[0].requires_grad_(False)
-    frozen = Mock(return_value=model)
+    frozen = Mock(return_value=(model, {"missing_keys": []}))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", frozen)
     with pytest.raises(lopti.UserError, match="frozen or quantized weights"):
         lopti.load_model("", "cpu")
+
+
+@pytest.mark.parametrize("lost", ["lm_head.weight", "mlp.up_proj", ""])
+def test_a_model_without_all_its_weights_is_refused(lost, tmp_path):
+    """Weights that a folder lacks would be random: the output layer, a layer's part, or all.
+
+    All are lost where every key has another prefix, as some programs write them.
+    """
+    model = random_model()
+    weights = {}
+    for name, values in model.state_dict().items():
+        if not lost:
+            weights["wrapped." + name] = values
+        elif lost not in name:
+            weights[name] = values
+    save_both(model, TOKENIZER, tmp_path)
+    lopti.load_model(tmp_path, "cpu")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(lopti.UserError, match=rf"lacks \d+ of the model's weights: .*{lost}"):
+        lopti.load_model(tmp_path, "cpu")
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused():
+    """An id needs an embedding, and prompt and response must fit into the model's positions."""
+    model = random_model(max_position_embeddings=40)
+    examples = [example_of("Lily", ""), example_of("Liam is a knight", "")]  # 1 and 4 tokens
+    lopti.check_lengths(model, TOKENIZER, examples, 36)
+    with pytest.raises(lopti.UserError, match="may have 41 tokens, but the model reads 40"):
+        lopti.check_lengths(model, TOKENIZER, examples, 37)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens(["<new>"])
+    examples.append(example_of("Lily <new>", ""))
+    with pytest.raises(lopti.UserError, match=r"gives the id 308 \(<new>\), but .* for 308 ids"):
+        lopti.check_lengths(model, tokenizer, examples, 36)
+
+
+def test_a_run_says_what_is_made_for_the_bundled_model(flags, finished_run, capsys):
+    """With a model of one's own it names the learning rate, and defaults that may not suit it."""
+    policy = SimpleNamespace(device="cpu")
+
+    def printed(words, done=0):
+        lopti.print_start(Path("run"), done, policy, settings_of(words))
+        return capsys.readouterr().out.splitlines()[1:]
+
+    assert printed("") == ["The learning rate is 0.0001, the default for the bundled model."]
+    rate, *others = printed("--model mine --steps 9")
+    assert rate == "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
+    assert others == ["--max-new-tokens 256 is made for the bundled model: choose your own."]
+    rate, *others = printed("--model mine --learning-rate 1e-5 --max-new-tokens 99")
+    assert rate == "The learning rate is 1e-05, as given."
+    assert others == ["--steps 24 is made for the bundled model: choose your own."]
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_step_with_many_cut_off_responses_says_so(count, tmp_path, capsys):
+    """More than half is many."""
+    metrics = {"step": 1, "reward": 0, "accuracy": 0, "optimizer_steps": 1}
+    metrics["completions/clipped_ratio"] = count / 8
+    rollout = SimpleNamespace(advantages=torch.ones(1))
+    lopti.log_step(tmp_path, metrics, [], rollout, settings_of("--max-new-tokens 9"))
+    message = "step 1: 62% of the responses were cut off at 9 tokens"
+    assert (message in capsys.readouterr().out) == (count == 5)
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
@@ -974,7 +1159,13 @@ def test_help_has_every_flag(capsys):
     assert exit_code("--help") == 0
     text = capsys.readouterr().out
     named = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
-    assert named == {lopti.flag(each.name) for each in fields(lopti.Settings)} | {"--help"}
+    switches = {"--no-stapo", "--no-gradient-checkpointing"}
+    assert named == {lopti.flag(each.name) for each in fields(lopti.Settings)} | {
+        "--help",
+        "--resume",
+    }
+    named |= switches
+    assert all(switch in text for switch in switches)
     assert "(default: 0.0, paper: 0.3)" in " ".join(text.split())
     for page in ("README.md", "data/GUIDE.md"):
         for command in re.findall(r"python lopti\.py[^\n`]*", (ROOT / page).read_text()):
@@ -984,7 +1175,7 @@ def test_help_has_every_flag(capsys):
 def test_the_python_on_the_pages():
     """Every block compiles, and the reward of GUIDE gives what the page says."""
     blocks = []
-    pages = "README.md data/GUIDE.md data/ports/README.md data/lab/results/README.md"
+    pages = "README.md data/GUIDE.md data/ports/README.md"
     for page in pages.split():
         text = (ROOT / page).read_text(encoding="utf-8")
         blocks += [part.partition("```")[0] for part in text.split("\n```python\n")[1:]]
@@ -998,14 +1189,17 @@ def test_the_python_on_the_pages():
 
 REFUSED = {  # flags: what the sentence names
     "--model no/such-model": "cannot load --model no/such-model",
+    "--model finished/last": "there is no folder --model finished/last",
+    "--model my/runs/last": "there is no folder --model my/runs/last",
     "--model weights": "cannot load --model weights",  # without a tokenizer
     "--model endless": "has no token that ends a response",
     "--model endless --device nonsense": "on --device nonsense",
     "--device cuda:99": "on --device cuda:99",  # nobody has so many, and many have none
-    "--output finished": "File exists: 'finished'",
+    "--output finished": "--output finished: File exists; give a new folder, or go on with",
+    "--output has_f.py/run": "--output has_f.py/run: Not a directory; give a new folder",
     "--resume finished --steps 4": "has done 5 steps: give --steps 5 or more",
-    "--resume finished --learning-rate 1e-3": "only --steps may be given as well",
-    "--resume lost --steps 6": "has no checkpoint.pt",
+    "--resume finished --learning-rate 1e-3": "only --steps may be given too",
+    "--resume lost --steps 6": "there is no checkpoint.pt to go on from",
     "--data folder": "cannot read folder: it is neither a .jsonl nor a .parquet file",
     "--data missing.jsonl": "No such file",
     "--data broken.parquet": "Parquet",
@@ -1019,7 +1213,7 @@ REFUSED = {  # flags: what the sentence names
 WRONG = (  # the sentence names the flag or the file
     "--alpha 1.01, --alpha -0.1, --alpha nan, --alpha half, --eta 1.5, --passes 0, --group-size 1, "
     "--order up, --order high-low --eta 0, --advantage ppo, --task chess, --learning-rate inf, "
-    "--temperature 0, --steps -1, --mini-batch-size 100000000000, --seed 4294967296, "
+    "--temperature 0, --steps -1, --seed 4294967296, "
     "--beta 1, @nothing.flags, --resume nowhere"
 )
 for words in WRONG.split(", "):
@@ -1050,6 +1244,26 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
     assert REFUSED[words] in sentence
     assert len(usage) < 2  # that of argparse
     assert {path: path.read_bytes() for path in Path().rglob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"group_size": 2.5}, "--group-size must be of type int, not 2.5"),
+        ({"alpha": "0.3"}, "--alpha must be of type float, not '0.3'"),
+        ({"kl_coef": -1}, "--kl-coef must be at least 0, not -1"),
+        ({"alpha": math.nan}, "--alpha must be from 0 to 1, not nan"),
+        ({"learning_rate": 2}, "--learning-rate must be from 1e-12 to 1, not 2"),
+    ],
+)
+def test_wrong_settings_from_python(changes, sentence):
+    with pytest.raises(lopti.UserError, match=re.escape(sentence)):
+        lopti.Settings(**changes)
+
+
+def test_importing_lopti_changes_no_environment_variable():
+    code = "import os; before = dict(os.environ); import lopti; assert os.environ == before"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_files_of_flags(tmp_path):
@@ -1202,7 +1416,7 @@ EQUAL = r"""
 \$32,\!348 | 32348 | \$32,348 | 32,348
 \$23{,}000 | 23000 | \$23,000
 28\% | 28 | 28% | 28 percent
-90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees
+90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees | 90\degree
 10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
 5 inches | 5 inch | 5 | x = 5 | \theta = 5 | f(x) = 5
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
@@ -1215,22 +1429,58 @@ x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
 x = 1, y = 2 | y = 2, x = 1 | x = 1 \text{ and } y = 2
 x = 2 \text{ or } x = -3 | x=2, x=-3 | 2, -3 | x = -3, 2 | x = 2 \text{ and } x = -3
 (x,y) = (2,3) | (2,3) | (x, y) = (2, 3)
+55 | S_{10} = 55 | AB = 55 | P(A) = 55 | \angle ABC = 55^\circ | N = 55 | \Delta = 55 | x^2 = 55
+55 | \text{Area} = 55 | f(g(x)) = 55 | P(X > 3) = 55 | f^{-1}(3) = 55 | a_{n+1} = 55 | xy = 55
+\angle ABC = 55^\circ | 55 | 55^\circ | \angle ABC = 55
+S_{10} = 55 | 55 | S_10 = 55 | S _{10} = 55.0
+f^{-1}(x) = x + 2 | x + 2
+4\text{ million} | 4000000 | 4,000,000 | 4 million | \$4 million | 4 million dollars
+\$4.5\text{ million} | 4500000 | 4.5 million | \$4,500,000
+3\text{ dozen} | 36 | 3 dozen
+\frac12\text{ million} | 500,000
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
 (1,2), (3,0.5) | (3,\frac12), (1,2)
 [0, 0.5) | [0, \frac{1}{2})
 yes | Yes | \text{Yes}
 x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
-1204_9 | 1204_{9}
+1204_9 | 1204_{9} | \text{1204}_9
+\mathrm{PQ}_{1} | PQ_1 | \text{PQ}_1 | PQ_{1}
 2^\pi | 2^{\pi}
+2^{10}y | 2^10y | 2^ 10 y
 2 \cdot 10^3 | 2 \times 10^{3} | 2 × 10^3
-x \le 3 \le y | x ≤ 3 \leq y
-y \geq 3 \ge x | y≥3≥x
+2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
+e^{-x}, 2^{0.5} | e^-x, 2^0.5
+\log_2 8 | \log_28 | \log_{2}8
+\sin^2 3x | \sin^23x | \sin^{2}3x
+x \le 3 \le y | x ≤ 3 \leq y | x \leqslant 3 \le y
+y \geq 3 \ge x | y≥3≥x | y \geqslant 3 \geq x
+1 < x < 5 | 1 \lt x \lt 5 | 1<x<+5
+x > 5 | x \gt 5
+x \ne 5 | x \neq 5 | x ≠ 5 | x \not= 5
+[1,+\infty) | [1,\infty) | [+1, +\infty)
+\emptyset | \varnothing
+\binom{4}{2} | \dbinom{4}{2}
+(1, 2) | \bigl( 1, 2 \bigr) | \Big(1,2\Big) | \color{blue}(1,2)
+12 | \large 12 | {\Large 12} | \boldsymbol{12} | \underline{12} | \color{red} 12 | \bf{12}
+12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \textcolor{red}{12}\text{ cm}
+\frac{5}{1+2\sqrt{3}} | \mathbf{\frac{5}{1+2\sqrt{3}}} | \underline{\frac5{1+2\sqrt3}}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
 """
 
 DIFFERENT = r"""
 11 | 5+6 | 11+0 | 22/2 | \frac{22}{2} | \frac{11}{1} | 11^1 | -(-11) | x = 5 + 6 = 11 | 5+6=11
+11 | \frac{22}{2} = 11 | \sqrt{121} = 11 | 11 = x | x < y = 11
+0 | x - y = 0 | x^3 - x = 0 | x != 0 | x \not= 0
+2^{10} | 2^{1}0 | 2^1 | 2^{-10} | 210
+0^{+} | 0 | 0^{-}
+4\text{ million} | 4 | 4 thousand | 40000 | 4 million million
+\$4\text{ million} | 4 | \$4
+3\text{ dozen eggs} | 3
+3\text{ and a half} | 3
+2\text{ thirds} | 2
+3\text{ hours and 20 minutes} | 3
+0.5\text{ percent} | 0.5
 \frac34 | 6/8 | \frac{1.5}{2} | -\frac34 | 3 | 34
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
 0.9666... | 0.9666 | 0.9666..
@@ -1238,7 +1488,7 @@ DIFFERENT = r"""
 0,5 | 0.5
 5.5 | 5 0.5 | 5 .5 | 5 1/2.0
 23 | 2**3
-5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5
+5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5 | ++5
 540 | 5\$40 | 5 40 | 5\,40 | 5\text{40}
 25,100,55 | 25100, 55 | 25, 10055
 1200 | 1, 200 | (1,200) | ( 1,200 ) | \left(1,200\right) | 12,00 | 1,20000
@@ -1261,6 +1511,11 @@ x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
 x=2, x=-3 | y=2, y=-3 | 2 | x=2
 (x,y) = (2,3) | (3,2) | (y,x) = (2,3) | 2, 3
 n = 3k | 3
+xy = 4 | 4
+y^2 = 4x | 4x
+x + 2y = 5 | 5
+AB = 55 | BC = 55 | S_{10} = 55 | A = 55
+S_{10} = 55 | S_1 = 55 | S = 55
 (1, 2) | (2, 1) | \{1, 2\} | 1, 2 | [1, 2] | (1, 2] | (1, 2, 2)
 1, 1, 2 | 1, 2, 2 | 1, 2
 (1,2),(3,4) | (2,1),(3,4) | (1,2,3,4)
@@ -1270,8 +1525,10 @@ ABC | abc
 \frac{1}{23} | \frac{1}{2}3 | \frac123
 \{\} | | \,
 2\sqrt{3} | \sqrt{12}
+\sqrt3/2 | \frac{\sqrt{3}}{2}
+\pi | π
 9a+11 | 11+9a
-"""  # the last two are right; but they are text, and not the same
+"""  # the last four are right; but they are text, and not the same
 
 
 def rewarded(solution, answer):
@@ -1327,7 +1584,7 @@ def make_settings(**changes):
     return SimpleNamespace(**{**settings, "max_prompt_length": 400, **changes})
 
 
-def example_from(solution="2", **columns):
+def example_from(solution="2", /, **columns):
     return rewards.Example("1 + 1?", "1 + 1?", solution, "all", columns)
 
 
@@ -1339,14 +1596,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_reward_of_ones_own_gets_every_column(folder):
+    """One entry for each response; `solution` is the example's, not the column of that name."""
     (folder / "every_column.py").write_text(
         "def reward(**columns):\n    seen.update(columns)\n    return [7, True, 0.5, -1]\nseen = {}"
     )
     settings = make_settings(reward="every_column:reward")
-    examples = [example_from("2", a=1, prompts="no"), example_from(b=[2], solution={"x": 3})]
+    first = example_from("2", a=1, prompts="no", completions="no", solution="Add one to one.")
+    second = example_from({"x": 3}, b=[2])
+    examples = [first, first, second, second]
     found = rewards.compute_rewards(["r", "s", "t", "u"], examples, settings)
     assert found == [7.0, 1.0, 0.5, -1.0]
-    assert rewards.load_function("every_column:seen") == {
+    assert sys.modules["every_column"].seen == {
         "completions": ["r", "s", "t", "u"],
         "prompts": ["1 + 1?"] * 4,
         "solution": ["2", "2", {"x": 3}, {"x": 3}],
@@ -1355,20 +1615,65 @@ def test_a_reward_of_ones_own_gets_every_column(folder):
     }
 
 
+def test_the_reward_of_a_task_gets_the_examples_solution():
+    """Not the worked solution, in which GSM8K has another number at the end."""
+    examples = [example_from("2", answer="3", solution="3"), example_from("3", answer="2")]
+    responses = [r"\boxed{2}", r"\boxed{2}"]
+    assert rewards.compute_rewards(responses, examples, make_settings()) == [1, 0]
+
+
 WRONG_REWARDS = [None, 1, [1], [1, 2, 3], [1, math.nan], [1, math.inf], [1, None], [1, "good"]]
 
 
 @pytest.mark.parametrize("returned", WRONG_REWARDS)
 def test_a_reward_returns_one_finite_number_for_each_response(returned, monkeypatch):
     monkeypatch.setattr(rewards, "load_function", lambda place: lambda **columns: returned)
+    examples = [example_from(), example_from()]
     with pytest.raises(rewards.UserError, match="a finite number for each response"):
-        rewards.compute_rewards(["a", "b"], [example_from()], make_settings(reward="my:own"))
+        rewards.compute_rewards(["a", "b"], examples, make_settings(reward="my:own"))
 
 
-@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "no_such_file:f", "rewards:f"])
+@pytest.mark.parametrize("place", ["no_such_file:f", "os.no_such_file:f", "rewards:f", "math:pi"])
 def test_a_reward_that_is_not_there(place):
     with pytest.raises(rewards.UserError, match=f"--reward {place} is no MODULE:FUNCTION"):
         rewards.load_function(place)
+
+
+@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "my_reward.py"])
+def test_how_a_reward_is_written(place):
+    with pytest.raises(
+        rewards.UserError, match=f"{place} is no MODULE:FUNCTION: write my_reward:last"
+    ):
+        rewards.load_function(place)
+
+
+def test_a_reward_without_columns_is_told_its_signature(folder):
+    (folder / "narrow.py").write_text("def reward(completions, solution):\n    return [1]")
+    with pytest.raises(rewards.UserError, match=r"reward\(completions, solution, \*\*columns\)"):
+        rewards.load_function("narrow:reward")
+
+
+@pytest.mark.parametrize("error", [OSError("no file"), rewards.UserError("no"), KeyError("x")])
+def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(error, monkeypatch):
+    """Also an error of a kind that ends this program in one sentence."""
+    monkeypatch.setattr(rewards, "load_function", lambda place: Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match="--reward my:own raised") as caught:
+        rewards.compute_rewards(["a"], [example_from()], make_settings(reward="my:own"))
+    assert caught.value.__cause__ is error
+
+
+def test_what_the_import_of_a_reward_raises_keeps_its_traceback(folder):
+    """Also where it is another module that is not there."""
+    for number, line in enumerate(("open('no_such_file')", "import no_such_module", "1 / 0")):
+        (folder / f"broken{number}.py").write_text(line)
+        with pytest.raises(RuntimeError, match=f"importing broken{number} raised") as caught:
+            rewards.load_function(f"broken{number}:f")
+        assert caught.value.__cause__ is not None
+
+
+def test_the_reward_of_a_task_raises_what_it_raises():
+    with pytest.raises(rewards.UserError, match="must be a text or a number"):
+        rewards.compute_rewards([""], [example_from(["2"])], make_settings())
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
@@ -1379,9 +1684,10 @@ def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
         (folder / name).write_text("")
     code = "import beside\nfrom importlib.machinery import PathFinder\nplaces = "
     code += "[PathFinder.find_spec(name).origin for name in ('datasets', 'random', 'beside')]"
-    (folder / "finds.py").write_text(code)
+    (folder / "finds.py").write_text(f"{code}\ndef reward(**columns): ...")
     before = list(sys.path)
-    places = rewards.load_function("finds:places")
+    rewards.load_function("finds:reward")
+    places = sys.modules["finds"].places
     assert [str(folder) in place for place in places] == [False, False, True]
     with pytest.raises(rewards.UserError):
         rewards.load_function("finds:nothing")
@@ -1418,9 +1724,14 @@ ROWS = [  # a task, a row, its prompt, its solution
     ("math", {"prompt": CHAT, "solution": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {"prompt": "1 + 1 =", "answer": "2"}, "1 + 1 =", "2"),
     ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # a single token
+    ("math", {"problem": "1 + 1?", "answer": 2}, ASKED, "2"),  # a number, written as its text
+    ("math", {"problem": "1 + 1?", "answer": 2.5}, ASKED, "2.5"),
+    ("math", {"problem": "1 + 1?", "answer": "[1, 2]"}, ASKED, "[1, 2]"),  # an interval
+    ("math", {"question": "", "prompt": CHAT, "answer": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
+    ("math", {**ROW, "question": "", "solution": "3", "answer": ""}, ASKED, "3"),
     ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
-    ("kk", {"quiz": "Who?", "solution_text_format": LILY, "solution": [False]},
-     "<|user|>Who?<|assistant|><think>", LILY),
+    ("kk", {"quiz": "Who?", "solution_text_format": JACK, "solution": [True, False], "level": 9},
+     "<|user|>Who?<|assistant|><think>", JACK),
     ("kk", {"quiz": "Who?", "solution": LILY, "prompt": [{"role": "user", "content": ASKED}]},
      "<|user|>Who?<|assistant|><think>", LILY),  # as in the authors' files
     ("kk", {"prompt": "Who? ", "solution": LILY}, "Who? ", LILY),
@@ -1434,27 +1745,57 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example.prompt == prompt
-    assert example.question in ("1 + 1?", "1 + 1 =", "1", "Who?", "Who? ")
+    questions = [text for text in ("1", "1 + 1?", "1 + 1 =", "Who?", "Who? ") if text in prompt]
+    assert example.question == questions[-1]
     assert example.solution == solution
     assert example.columns == row
-    assert example.difficulty == ("1" if task == "kk" else "all")
+    assert example.difficulty == {LILY: "1", JACK: "2"}.get(solution, "all")
+
+
+NO_QUESTION = "a text as question, quiz, problem, or a whole prompt; it has the columns"
+NO_SOLUTION = "a text or a number as solution_text_format, answer, solution; it has the columns"
+LEFT_OUT = "has a message that the chat template leaves out: "
+AS_TEXT = r'[{"content": "1 + 1?", "role": "user"}]'
+
+
+def chat(content="1 + 1?", role="user", **others):
+    """A row whose prompt is a chat with this message."""
+    return {"prompt": [{"role": role, "content": content, **others}], "answer": "2"}
 
 
 WRONG_ROWS = [  # a task, a row, what is wrong
-    ("math", {"answer": "2"}, "a text as question, quiz, problem, or a whole prompt"),
-    ("math", {**ROW, "problem": 2}, "a text as question"),
-    ("math", {**ROW, "problem": None, "prompt": 5}, "a text as question"),
-    ("math", {"problem": "1 + 1?"}, "a text as solution_text_format, answer, solution"),
-    ("math", {**ROW, "answer": 2}, "a text as solution_text_format"),
-    ("math", {"prompt": CHAT, "solution": ["2"]}, "a text as solution_text_format"),
-    ("math", {"prompt": " ", "solution": "2"}, "is there a tokenizer beside the model"),
-    ("math", {"problem": "1 + 1?", "answer": '["34"]'}, "a JSON list"),  # in files for verl
+    ("math", {"answer": "2", "source": "mine"}, f"{NO_QUESTION} answer, source"),
+    ("math", {**ROW, "problem": 2}, NO_QUESTION),
+    ("math", {**ROW, "problem": " "}, NO_QUESTION),  # an empty text is none
+    ("math", {**ROW, "problem": None, "prompt": 5}, NO_QUESTION),
+    ("math", {**ROW, "problem": "", "prompt": []}, NO_QUESTION),
+    ("math", {"prompt": " ", "solution": "2"}, NO_QUESTION),
+    ("math", chat("\n"), NO_QUESTION),
+    ("math", {"problem": "1 + 1?"}, f"{NO_SOLUTION} problem"),
+    ("kk", {"quiz": "Who?", "names": []}, f"{NO_SOLUTION} quiz, names"),
+    ("math", {**ROW, "answer": True}, NO_SOLUTION),
+    ("math", {"prompt": CHAT, "solution": ["2"]}, NO_SOLUTION),
+    ("math", {**ROW, "answer": '["34"]'}, "has a list as its solution"),  # in files for verl
+    ("math", {**ROW, "answer": "['34', '35']"}, "has a list as its solution"),
+    ("math", {**ROW, "answer": r" [\frac{3}{4}]"}, "has a list as its solution"),
+    ("math", {"prompt": [{"from": "human", "value": "1 + 1?"}], "answer": "2"}, "content of each"),
+    ("math", chat(None, text="1 + 1?"), "a text as the content of each message"),
+    ("math", chat([{"type": "text", "text": "1 + 1?"}]), "a text as the content of each message"),
+    ("math", {"prompt": ["1 + 1?"], "answer": "2"}, "a text as the content of each message"),
+    ("math", chat(role="User"), rf"{LEFT_OUT}'1 \+ 1\?'"),
+    ("math", chat(role="human"), LEFT_OUT),
+    ("math", {"prompt": [{"role": "developer", "content": "Be terse."}, *CHAT], "answer": "2"},
+     f"{LEFT_OUT}'Be terse.'"),
+    ("math", {"prompt": AS_TEXT, "answer": "2"}, "a chat in a text"),
+    ("math", {"prompt": str(CHAT), "answer": "2"}, "a chat in a text"),
+    ("math", {"prompt": ' [{"from": "human"}]', "answer": "2"}, "a chat in a text"),
     ("math", '{"problem": ', "Expecting value"),
     ("math", "7", "a JSON object, not 7"),
     ("math", "[7]", "a JSON object"),
     ("math", "null", "a JSON object"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
-]
+    ("kk", {"quiz": "Who?", "solution": 5}, r"lines like \(1\) Zoey is a knight, not '5'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("task, row, message", WRONG_ROWS)
@@ -1462,6 +1803,15 @@ def test_a_wrong_row_is_named(task, row, message, tmp_path):
     good = {"quiz": "Who?", "solution": LILY}  # blank lines do not count
     with pytest.raises(rewards.UserError, match=rf"a\.jsonl, row 2: .*{message}"):
         loaded(tmp_path, [good, "", row, good], task=task)
+
+
+def test_a_model_without_a_tokenizer_is_told(tmp_path):
+    """Its prompts have no tokens."""
+    tokenizer = Mock(chat_template=None, bos_token_id=7)
+    tokenizer.return_value.input_ids = []
+    source = write_rows(tmp_path / "a.jsonl", [ROW])
+    with pytest.raises(rewards.UserError, match="is there a tokenizer beside the model"):
+        rewards.load_rows(source, make_settings(), tokenizer)
 
 
 def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
@@ -1483,6 +1833,34 @@ def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
     assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
 
 
+USED_AS_IS = "; prompts are used as they are, and the reward looks for "
+JOINED = "; the model has no chat template, so messages are joined"
+
+
+@pytest.mark.parametrize(
+    "row, task, settings, template, clauses",
+    [
+        (ROW, "math", {}, "some", ""),
+        (chat(), "math", {}, "some", rf"{USED_AS_IS}\boxed{{}}"),
+        (chat(), "math", {"reward": "my:own"}, "some", ""),
+        ({"prompt": "1", "answer": "2"}, "math", {}, None, rf"{USED_AS_IS}\boxed{{}}"),
+        ({"prompt": "1", "answer": LILY}, "kk", {}, "some", f"{USED_AS_IS}<think> and <answer>"),
+        (ROW, "math", {}, None, JOINED),
+        (chat(), "math", {}, None, rf"{USED_AS_IS}\boxed{{}}{JOINED}"),
+        (chat(), "kk", {"reward": "my:own"}, None, JOINED),
+    ],
+)
+def test_the_line_tells_how_prompts_are_used(
+    row, task, settings, template, clauses, tmp_path, capsys
+):
+    """Prompts with no request for what the reward looks for, and chats without a template."""
+    tokenizer = tokenizer_with(template and TURNS)
+    source = write_rows(tmp_path / "a.jsonl", [row])
+    rewards.load_rows(source, make_settings(task=task, **settings), tokenizer)
+    line = capsys.readouterr().out
+    assert line.startswith(f"a.jsonl: 1 of 1 rows used{clauses}; the first prompt ends in ")
+
+
 def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
     """A model writes 98 for the solution $98$; that the solution matches itself is not enough."""
     for solution in (r"So $\boxed{\[ 98 \]}$.", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"):
@@ -1491,12 +1869,20 @@ def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
         assert not rewards.is_gradable(solution, "math"), solution
 
 
-@pytest.mark.parametrize("solution", [None, 0, {"target": 24}, "Lily", "12 #### x"])
+@pytest.mark.parametrize("solution", [None, 0, "", {"target": 24}, "Lily", "12 #### x"])
 @pytest.mark.parametrize("task", rewards.TASKS)
 def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path):
     (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
     assert example.solution == solution
     assert example.difficulty == "all"
+
+
+def test_with_a_reward_of_ones_own_a_puzzle_has_its_number_of_people(tmp_path):
+    """Where its solution reads as one; elsewhere the column `level` counts."""
+    rows = [{"quiz": "Who?", "answer": JACK, "level": 9}, {"quiz": "Who?", "level": 9}]
+    for task, levels in (("kk", ["2", "9"]), ("math", ["9", "9"])):
+        examples = loaded(tmp_path, rows, task=task, reward="my:own")
+        assert [example.difficulty for example in examples] == levels
 
 
 HUB_NAMES = {  # what is given as --data: name, configuration and split
@@ -1516,6 +1902,40 @@ def test_a_data_set_of_the_hub(source, monkeypatch):
     load_dataset.assert_called_once_with(name, configuration, split=split)
 
 
+NO_FILES = ["my.csv", "my.JSON", "no.parquet", "./my", "/my/data", "a/b/c", "~/my", "no.parquet:x"]
+
+
+@pytest.mark.parametrize("source", NO_FILES)
+def test_a_file_that_does_not_exist_is_not_looked_up_on_the_hub(source, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=AssertionError))
+    with pytest.raises(rewards.UserError, match=f"cannot read {source}: there is no such file"):
+        rewards.read_table(source)
+
+
+@pytest.mark.parametrize("name", ["my.csv", "my.json", "my"])
+def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
+    (folder / name).write_text("")
+    with pytest.raises(rewards.UserError, match=r"Converting data of data/GUIDE\.md"):
+        rewards.read_table(name)
+    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    assert "\n## Converting data\n" in guide
+
+
+def test_what_guide_says_on_csv_and_json(folder):
+    """The answer None and leading zeros are kept, and so are the messages of a chat."""
+    guide = (
+        (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8").partition("# Converting data")[2]
+    )
+    csv_lines, json_lines = re.findall("```python\n(.*?)```", guide, re.DOTALL)[:2]
+    (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
+    (folder / "my.json").write_text(json.dumps([chat(), ROW]))
+    for lines, solutions in ((csv_lines, ["None", "007", "NA"]), (json_lines, ["2", "2"])):
+        exec(lines, {})  # noqa: S102
+        examples = rewards.load_rows("my.jsonl", make_settings(), TOKENIZER)
+        assert [example.solution for example in examples] == solutions
+    assert [example.question for example in examples] == ["1 + 1?", "1 + 1?"]
+
+
 def problems(examples):
     return [example.question for example in examples]
 
@@ -1533,14 +1953,30 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
     many = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i} is"} for i in range(5010)])
     settings = make_settings(data=many, reward="rewards:math_reward")
     assert len(rewards.load_data(settings, TOKENIZER)[1]) == 500
-    one = write_rows(tmp_path / "one.jsonl", rows[:2])
-    with pytest.raises(rewards.UserError, match="no row is left to train on"):
-        rewards.load_data(make_settings(data=one), TOKENIZER)
+
+
+THREE = [{"problem": f"{i}?", "answer": "2"} for i in range(3)]
+NO_ROW_IS_LEFT = [  # the rows of --data, those of --eval-data, what is told
+    ([], None, "train on: of 0 rows used 0 are held out, and 0 have .* the 0 rows"),
+    ([ROW], None, "train on: of 1 rows used 1 are held out, and 0 have .* the 1 rows"),
+    ([ROW] * 30, None, "train on: of 30 rows used 3 are held out, and 27 have .* the 3 rows"),
+    (THREE, THREE * 2, "train on: of 3 rows used 0 are held out, and 3 have .* the 6 rows"),
+    (THREE, [], "evaluate on: of 3 rows used 0 are held out, and 0 have .* the 0 rows"),
+]
+
+
+@pytest.mark.parametrize("rows, eval_rows, reason", NO_ROW_IS_LEFT)
+def test_why_no_row_is_left(rows, eval_rows, reason, tmp_path):
+    settings = make_settings(data=write_rows(tmp_path / "own.jsonl", rows))
+    if eval_rows is not None:
+        settings.eval_data = write_rows(tmp_path / "other.jsonl", eval_rows)
+    with pytest.raises(rewards.UserError, match=f"no row is left to {reason}"):
+        rewards.load_data(settings, TOKENIZER)
 
 
 def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     """Also where one of the two is a whole prompt, and beyond --eval-size."""
-    rows = [{"problem": f"Say {i}!", "answer": "2", "level": i % 2} for i in range(20)]
+    rows = [{"problem": f"Say {i}!", "answer": "2", "level": [10, 2][i % 2]} for i in range(20)]
     rows += [{"prompt": CHAT, "solution": "2"}]
     whole = [{"role": "user", "content": f"Say 1!{rewards.MATH_PROMPT}"}]
     others = [{"prompt": whole, "solution": "2"}, {**ROW, "problem": "Say 99!"}]
@@ -1549,8 +1985,8 @@ def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     settings = make_settings(data=own, eval_data=other, eval_size=3)
     training, evaluation = rewards.load_data(settings, TOKENIZER)
     assert problems(training) == ["Say 99!"]
-    assert [example.difficulty for example in evaluation] == ["0"] * 3 + ["1"] * 3 + ["all"]
-    assert problems(evaluation)[:3] != ["Say 0!", "Say 2!", "Say 4!"]  # a sorted file: its easiest
+    assert [example.difficulty for example in evaluation] == ["2"] * 3 + ["10"] * 3 + ["all"]
+    assert problems(evaluation)[:3] != ["Say 1!", "Say 3!", "Say 5!"]  # a sorted file: its easiest
 
 
 def test_batches_come_in_a_new_order_each_time_through():
