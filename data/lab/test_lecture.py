@@ -1,9 +1,11 @@
 """Checks the lecture: notebook.ipynb, which LOPTI_ALL=1 runs, and lecture.py."""
 
+import ast
 import doctest
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ pytest.importorskip("IPython", reason="pip install -r data/lab/requirements.txt"
 
 import check_port
 import lecture
+from matplotlib.colors import to_hex
 
 import lopti
 
@@ -78,15 +81,18 @@ def test_the_functions_that_the_student_writes(capsys):
 
 
 def test_the_exercises_with_numbers():
-    """The solutions are right, the numbers that stand in the cell are not."""
+    """The numbers that stand in the cell are wrong, and each solution makes its own line right."""
     text = cell_that_begins("a_fifth = ")
-    solved = text.replace("0.50", "1 / 3", 1).replace("0.10", "0.5", 1).replace("0.70", "0.64", 1)
+    solutions = {"a_fifth = 0.50": "1 / 3", "largest_gradient = 0.10": "0.5"}
+    solutions["the_clip = 0.70"] = "0.64"
     start = torch.tensor([0.80, 0.15, 0.05]).log()
     names = {"lecture": lecture, "lopti": lopti, "torch": torch, "start": start}
     names["grid"] = torch.linspace(0.001, 1, 400)
-    for cell, right in ((text, False), (solved, True)):
-        done = run(cell, **names)["done"]
-        assert list(done.values()) == [right] * 3
+    assert list(run(text, **names)["done"].values()) == [False, False, False]
+    for place, (line, solution) in enumerate(solutions.items()):
+        name = line.partition(" = ")[0]
+        done = run(text.replace(line, f"{name} = {solution}"), **names)["done"]
+        assert [number for number, right in enumerate(done.values()) if right] == [place]
 
 
 def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
@@ -107,14 +113,6 @@ def test_the_gradient_norm_is_that_of_autograd():
     norms = lecture.gradient_norm(logits.detach(), ids)
     torch.testing.assert_close(norms, gradient.norm(dim=1))
     assert doctest.testmod(lecture).failed == 0
-
-
-def test_the_loss_of_the_lecture_is_that_of_the_paper():
-    """r = 1.1: r·Â. r = 1.5, Â > 0: 1.24·Â. r = 0.5, Â < 0: 0.8·Â. r = 20, Â < 0: 10·Â."""
-    ratio = torch.tensor([1.1, 1.5, 0.5, 20.0])
-    advantages = torch.tensor([2.0, 2.0, -1.0, -1.0])
-    loss = lecture.loss(ratio.log(), torch.zeros(4), advantages)
-    assert float(loss) == pytest.approx(-(2.2 + 2.48 - 0.8 - 10), abs=1e-5)
 
 
 def random_groups():
@@ -152,6 +150,20 @@ def test_the_rule_for_ar():
     assert float((above / below).log() / (2 * h)) == pytest.approx(float(difference), abs=1e-8)
 
 
+def test_the_lines_of_lopti_that_the_cells_show(monkeypatch):
+    """Each call of lecture.source finds the lines that it names, and shows whole statements."""
+    shown = []
+    monkeypatch.setattr(lecture, "display", shown.append)
+    calls = re.findall(r"^lecture\.source\(.*\)$", "\n".join(CELLS), flags=re.MULTILINE)
+    for call in calls:
+        run(call, lecture=lecture, lopti=lopti)
+    texts = [code.data for code in shown]
+    assert len(texts) == 5
+    assert "low = (old_logprobs.exp() < eta) & mask\nreturn low, mask & ~low" in texts
+    for text in texts:
+        ast.parse(text.replace("return ", "_ = "))
+
+
 @pytest.mark.parametrize("clear", [["sample"], ["score", "ar"], ["split", "pass1", "pass2"]])
 def test_the_roadmap_fades_all_other_boxes(clear, monkeypatch):
     shown = []
@@ -183,8 +195,10 @@ def test_the_picture_of_the_bounds():
 
 def test_the_picture_of_the_clip():
     """Dark: from 0.8 to 10 where Â < 0 (dual clip), up to 1.24 where Â > 0."""
-    lecture.clip_cases({"B": (2.22, 1)})
+    lecture.clip_cases({"B": (2.22, 1), "C": (0.3, -1)})
     _, falls, _, rises = lecture.plt.gca().collections
+    letters = {letter.get_text(): letter.get_position() for letter in lecture.plt.gca().texts}
+    assert letters == {"B": (2.22, 1), "C": (0.3, 0)}
     falls = falls.get_paths()[0].vertices[:, 0]
     assert falls.min() == pytest.approx(0.8, abs=0.01)
     assert falls.max() == pytest.approx(10, abs=0.05)
@@ -203,6 +217,8 @@ def test_the_picture_of_a_response():
     bars = axis.patches[1::2]  # every other one is behind a token
     heights = torch.tensor([bar.get_height() for bar in bars])
     torch.testing.assert_close(heights / (marks["1"] - marks["0"]), norms)
+    colors = [lecture.COLORS[name] for name in ("low", "high", "high")]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in bars] == colors
     feet = [bar.get_y() for bar in bars]
     assert feet[0] == feet[1] > feet[2]  # two tokens fit into a line of 5 letters
     assert set(feet) <= set(axis.get_yticks())
@@ -215,4 +231,9 @@ def test_the_picture_of_changes():
     axis = lecture.plt.gcf().axes[0]
     assert axis.images[0].get_array()[0].tolist() == [-1.0, 1.0]  # log₂ of the ratios
     assert [text.get_text() for text in axis.texts] == ["0.50", "2.00", "1.00", "1.50"]
+    labels = axis.get_yticklabels()
+    assert [label.get_text() for label in labels] == ["a  π = 0.10", "b  π = 0.90"]
+    assert [label.get_color() for label in labels] == [
+        lecture.COLORS[name] for name in ("low", "high")
+    ]
     lecture.plt.close("all")
