@@ -1645,7 +1645,7 @@ def test_a_reward_that_is_not_there(place):
 @pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "my_reward.py"])
 def test_how_a_reward_is_written(place):
     with pytest.raises(
-        rewards.UserError, match=f"{place} is no MODULE:FUNCTION: write my_reward:last"
+        rewards.UserError, match=f"{place} is no MODULE:FUNCTION, such as my_reward:last"
     ):
         rewards.load_function(place)
 
