@@ -201,7 +201,8 @@ def accuracy_at(path, kl):
     rows = []
     for seed in range(path.shape[2]):
         reached = numpy.maximum.accumulate(path[:, 0, seed])
-        rows.append(numpy.interp(kl, reached, path[:, 1, seed]))
+        is_new = numpy.diff(reached, prepend=-1) > 0
+        rows.append(numpy.interp(kl, reached[is_new], path[is_new, 1, seed]))
     return numpy.array(rows)
 
 
@@ -321,6 +322,21 @@ def curves(lines, title, xlabel, ylabel, letters=()):
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return axis
+
+
+def draw_ahead(panels, title):
+    """Draws what `ahead_of_grpo` returns, {name of a panel: (KLs, {method: (means, halves)})}."""
+    _, axes = plt.subplots(1, len(panels), figsize=(12, 4.6), sharey=True, squeeze=False)
+    for axis, (name, (kl, ahead)) in zip(axes[0], panels.items()):
+        for method, (means, halves) in ahead.items():
+            color = COLORS["AR, α = 1" if method == "AR" else method]
+            axis.plot(kl, means, color=color, label=method)
+            axis.fill_between(kl, means - halves, means + halves, color=color, alpha=0.2)
+        axis.set_title(name, fontsize=15)
+        axis.set_xlabel("KL: how far the policy has moved from its start")
+    axes[0, 0].set_ylabel("accuracy, minus GRPO's\nat the same KL")
+    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    plt.suptitle(title, x=0.01, ha="left", fontsize=17)
 
 
 def clip_cases(letters):
