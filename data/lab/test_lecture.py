@@ -55,7 +55,7 @@ def test_the_notebook_runs(monkeypatch):
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     for text in map(json.dumps, (book, NOTEBOOK)):
-        assert text.count('"image/png"') == 10
+        assert text.count('"image/png"') == 12
         assert '"stderr"' not in text
 
 
@@ -302,9 +302,9 @@ def test_ahead_at_equal_kl():
     assert halves[-1] == pytest.approx(12.706 * 0.1, rel=1e-4)  # t of one degree of freedom
     kl, _ = lecture.ahead_of_grpo({"GRPO": grpo, "AR": ar[:, :, :1]}, most=5.0)
     assert kl[-1] == 1.0  # where the run ends that comes least far
-    assert lecture.standing([0.9, 0.2], [0, 0.1]) == "0.200 ahead"
-    assert lecture.standing([0.9, -0.2], [0, 0.1]) == "0.200 behind"
-    assert lecture.standing([0.9, -0.2], [0, 0.3]) == "level"
+    assert lecture.standing([0.9, 0.2], [0, 0.1]) == "0.200 ahead of GRPO"
+    assert lecture.standing([0.9, -0.2], [0, 0.1]) == "0.200 behind GRPO"
+    assert lecture.standing([0.9, -0.2], [0, 0.3]) == "level with GRPO"
 
 
 def test_in_the_experiment_help_becomes_harm():
