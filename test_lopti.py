@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer
@@ -972,6 +974,57 @@ def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path, capsys
     assert_same_run(folder, finished_run)
 
 
+def test_a_run_is_resumed_with_its_own_settings_whoever_asks(finished_run, flags, tmp_path):
+    """From Python as from the command line, α, η and all others are those of the run."""
+    folder = tmp_path / "run"
+    lopti.train(settings_of(f"{flags} --output {folder} --steps 2"))
+    assert lopti.resume(folder, steps=5) == folder
+    assert_same_run(folder, finished_run)
+    before = json.loads((finished_run / "config.json").read_text())
+    after = json.loads((folder / "config.json").read_text())
+    assert after == before | {"output": str(folder)}
+    assert (after["alpha"], after["eta"]) == (0.3, 0.5)
+    (folder / "config.json").write_text('{"gamma": 1}')
+    with pytest.raises(lopti.UserError, match="config.json is not that of this program: .*gamma"):
+        lopti.resume(folder)
+
+
+@pytest.mark.parametrize(
+    "call, how",
+    [
+        (1, "Stopped after 0 training steps; there is no checkpoint to go on from."),
+        (4, "Stopped after 3 training steps; there is no checkpoint to go on from."),
+        (5, "python lopti.py --resume {} goes on from the checkpoint of step 4."),
+    ],
+)
+def test_ctrl_c_says_what_was_done_and_how_to_go_on(
+    call, how, flags, tmp_path, monkeypatch, capsys
+):
+    step = lopti.training_step
+    calls = itertools.count(1)
+
+    def stopped_step(*inputs):
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return step(*inputs)
+
+    monkeypatch.setattr(lopti, "training_step", stopped_step)
+    folder = tmp_path / "run"
+    assert exit_code(f"{flags} --eval-every 0 --save-every 4 --output {folder}") == 130
+    sentence = capsys.readouterr().out.splitlines()[-1]
+    assert sentence.startswith(f"Stopped after {call - 1} training steps; ")
+    assert sentence.endswith(how.format(folder))
+
+
+def test_a_run_that_does_not_begin_leaves_no_folder(flags, tmp_path, monkeypatch):
+    """A wrong model or file leaves nothing behind; what a run has written stays."""
+    assert exit_code(f"{flags} --data {tmp_path}/missing.jsonl --output {tmp_path}/run") == 2
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(lopti, "log_evaluation", Mock(side_effect=lopti.UserError("no")))
+    assert exit_code(f"{flags} --output {tmp_path}/run") == 2
+    assert (tmp_path / "run" / "config.json").exists()
+
+
 def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
     """A checkpoint has a GPU's random state, and it stays until the next one is complete.
 
@@ -1027,6 +1080,68 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
         lopti.load_model("", "cpu")
 
 
+@pytest.mark.parametrize("lost", ["lm_head.weight", "mlp.up_proj", ""])
+def test_a_model_without_all_its_weights_is_refused(lost, tmp_path):
+    """Weights that a folder lacks would be random: the output layer, a layer's part, or all.
+
+    All are lost where every key has another prefix, as some programs write them.
+    """
+    model = random_model()
+    weights = {}
+    for name, values in model.state_dict().items():
+        if not lost:
+            weights["wrapped." + name] = values
+        elif lost not in name:
+            weights[name] = values
+    save_both(model, TOKENIZER, tmp_path)
+    lopti.load_model(tmp_path, "cpu")
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(lopti.UserError, match=rf"lacks \d+ of the model's weights: .*{lost}"):
+        lopti.load_model(tmp_path, "cpu")
+
+
+def test_a_prompt_that_the_model_cannot_read_is_refused():
+    """An id needs an embedding, and prompt and response must fit into the model's positions."""
+    model = random_model(max_position_embeddings=40)
+    examples = [example_of("Lily", ""), example_of("Liam is a knight", "")]  # 1 and 4 tokens
+    lopti.check_lengths(model, TOKENIZER, examples, 36)
+    with pytest.raises(lopti.UserError, match="may have 41 tokens, but the model reads 40"):
+        lopti.check_lengths(model, TOKENIZER, examples, 37)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens(["<new>"])
+    examples.append(example_of("Lily <new>", ""))
+    with pytest.raises(lopti.UserError, match=r"gives the id 308 \(<new>\), but .* for 308 ids"):
+        lopti.check_lengths(model, tokenizer, examples, 36)
+
+
+def test_a_run_says_what_is_made_for_the_bundled_model(flags, finished_run, capsys):
+    """With a model of one's own it names the learning rate, and defaults that may not suit it."""
+    policy = SimpleNamespace(device="cpu")
+
+    def printed(words, done=0):
+        lopti.print_start(Path("run"), done, policy, settings_of(words))
+        return capsys.readouterr().out.splitlines()[1:]
+
+    assert printed("") == ["The learning rate is 0.0001, the default for the bundled model."]
+    rate, *others = printed("--model mine --steps 9")
+    assert rate == "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
+    assert others == ["--max-new-tokens 256 is made for the bundled model: choose your own."]
+    rate, *others = printed("--model mine --learning-rate 1e-5 --max-new-tokens 99")
+    assert rate == "The learning rate is 1e-05, as given."
+    assert others == ["--steps 24 is made for the bundled model: choose your own."]
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_a_step_with_many_cut_off_responses_says_so(count, tmp_path, capsys):
+    """More than half is many."""
+    metrics = {"step": 1, "reward": 0, "accuracy": 0, "optimizer_steps": 1}
+    metrics["completions/clipped_ratio"] = count / 8
+    rollout = SimpleNamespace(advantages=torch.ones(1))
+    lopti.log_step(tmp_path, metrics, [], rollout, settings_of("--max-new-tokens 9"))
+    message = "step 1: 62% of the responses were cut off at 9 tokens"
+    assert (message in capsys.readouterr().out) == (count == 5)
+
+
 def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
     """Gradient checkpointing gives the same weights to the last bit, and computes layers twice."""
     layer_norm = watch(monkeypatch, torch.nn.functional, "layer_norm")
@@ -1060,7 +1175,7 @@ def test_help_has_every_flag(capsys):
 def test_the_python_on_the_pages():
     """Every block compiles, and the reward of GUIDE gives what the page says."""
     blocks = []
-    pages = "README.md data/GUIDE.md data/ports/README.md data/lab/results/README.md"
+    pages = "README.md data/GUIDE.md data/ports/README.md"
     for page in pages.split():
         text = (ROOT / page).read_text(encoding="utf-8")
         blocks += [part.partition("```")[0] for part in text.split("\n```python\n")[1:]]
@@ -1129,6 +1244,26 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
     assert REFUSED[words] in sentence
     assert len(usage) < 2  # that of argparse
     assert {path: path.read_bytes() for path in Path().rglob("*.*")} == before
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"group_size": 2.5}, "--group-size must be of type int, not 2.5"),
+        ({"alpha": "0.3"}, "--alpha must be of type float, not '0.3'"),
+        ({"kl_coef": -1}, "--kl-coef must be at least 0, not -1"),
+        ({"alpha": math.nan}, "--alpha must be from 0 to 1, not nan"),
+        ({"learning_rate": 2}, "--learning-rate must be from 1e-12 to 1, not 2"),
+    ],
+)
+def test_wrong_settings_from_python(changes, sentence):
+    with pytest.raises(lopti.UserError, match=re.escape(sentence)):
+        lopti.Settings(**changes)
+
+
+def test_importing_lopti_changes_no_environment_variable():
+    code = "import os; before = dict(os.environ); import lopti; assert os.environ == before"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_files_of_flags(tmp_path):
@@ -1281,7 +1416,7 @@ EQUAL = r"""
 \$32,\!348 | 32348 | \$32,348 | 32,348
 \$23{,}000 | 23000 | \$23,000
 28\% | 28 | 28% | 28 percent
-90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees
+90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees | 90\degree
 10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
 5 inches | 5 inch | 5 | x = 5 | \theta = 5 | f(x) = 5
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
@@ -1294,22 +1429,61 @@ x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
 x = 1, y = 2 | y = 2, x = 1 | x = 1 \text{ and } y = 2
 x = 2 \text{ or } x = -3 | x=2, x=-3 | 2, -3 | x = -3, 2 | x = 2 \text{ and } x = -3
 (x,y) = (2,3) | (2,3) | (x, y) = (2, 3)
+55 | S_{10} = 55 | AB = 55 | P(A) = 55 | \angle ABC = 55^\circ | N = 55 | \Delta = 55 | x^2 = 55
+55 | \text{Area} = 55 | f(g(x)) = 55 | P(X > 3) = 55 | f^{-1}(3) = 55 | a_{n+1} = 55 | xy = 55
+\angle ABC = 55^\circ | 55 | 55^\circ | \angle ABC = 55
+S_{10} = 55 | 55 | S_10 = 55 | S _{10} = 55.0
+f^{-1}(x) = x + 2 | x + 2
+4\text{ million} | 4000000 | 4,000,000 | 4 million | \$4 million | 4 million dollars
+\$4.5\text{ million} | 4500000 | 4.5 million | \$4,500,000
+3\text{ dozen} | 36 | 3 dozen
+\frac12\text{ million} | 500,000
+2\text{ trillion} | 2000 billion | 2,000,000 million | 20 hundred billion | 2000000000 thousand
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
 (1,2), (3,0.5) | (3,\frac12), (1,2)
 [0, 0.5) | [0, \frac{1}{2})
 yes | Yes | \text{Yes}
 x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
-1204_9 | 1204_{9}
+1204_9 | 1204_{9} | \text{1204}_9
+\mathrm{PQ}_{1} | PQ_1 | \text{PQ}_1 | PQ_{1}
 2^\pi | 2^{\pi}
+2^{10}y | 2^10y | 2^ 10 y
 2 \cdot 10^3 | 2 \times 10^{3} | 2 × 10^3
-x \le 3 \le y | x ≤ 3 \leq y
-y \geq 3 \ge x | y≥3≥x
+2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
+e^{-x}, 2^{0.5} | e^-x, 2^0.5
+\log_2 8 | \log_28 | \log_{2}8
+\log 2 + \pi 3 | \log2+\pi3
+\operatorname{lcm}(a,b) | \text{lcm}(a, b)
+\sin^2 3x | \sin^23x | \sin^{2}3x
+x \le 3 \le y | x ≤ 3 \leq y | x \leqslant 3 \le y
+y \geq 3 \ge x | y≥3≥x | y \geqslant 3 \geq x
+1 < x < 5 | 1 \lt x \lt 5 | 1<x<+5
+x > 5 | x \gt 5
+x \ne 5 | x \neq 5 | x ≠ 5 | x \not= 5
+[1,+\infty) | [1,\infty) | [+1, +\infty)
+\emptyset | \varnothing
+\binom{4}{2} | \dbinom{4}{2}
+(1, 2) | \bigl( 1, 2 \bigr) | \Big(1,2\Big) | \color{blue}(1,2)
+12 | \large 12 | {\Large 12} | \boldsymbol{12} | \underline{12} | \color{red} 12 | \bf{12}
+12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \color{red}{12}\text{ cm}
+\frac{5}{1+2\sqrt{3}} | \mathbf{\frac{5}{1+2\sqrt{3}}} | \underline{\frac5{1+2\sqrt3}}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
 """
 
 DIFFERENT = r"""
 11 | 5+6 | 11+0 | 22/2 | \frac{22}{2} | \frac{11}{1} | 11^1 | -(-11) | x = 5 + 6 = 11 | 5+6=11
+11 | \frac{22}{2} = 11 | \sqrt{121} = 11 | 11 = x | x < y = 11
+0 | x - y = 0 | x^3 - x = 0 | x != 0 | x \not= 0
+2^{10} | 2^{1}0 | 2^1 | 2^{-10} | 210
+0^{+} | 0 | 0^{-}
+Ca^{+2} | Ca^2
+4\text{ million} | 4 | 4 thousand | 40000 | 4 million million
+\$4\text{ million} | 4 | \$4
+3\text{ dozen eggs} | 3
+3\text{ and a half} | 3
+2\text{ thirds} | 2
+3\text{ hours and 20 minutes} | 3
 \frac34 | 6/8 | \frac{1.5}{2} | -\frac34 | 3 | 34
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
 0.9666... | 0.9666 | 0.9666..
@@ -1317,7 +1491,7 @@ DIFFERENT = r"""
 0,5 | 0.5
 5.5 | 5 0.5 | 5 .5 | 5 1/2.0
 23 | 2**3
-5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5
+5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5 | ++5
 540 | 5\$40 | 5 40 | 5\,40 | 5\text{40}
 25,100,55 | 25100, 55 | 25, 10055
 1200 | 1, 200 | (1,200) | ( 1,200 ) | \left(1,200\right) | 12,00 | 1,20000
@@ -1340,6 +1514,11 @@ x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
 x=2, x=-3 | y=2, y=-3 | 2 | x=2
 (x,y) = (2,3) | (3,2) | (y,x) = (2,3) | 2, 3
 n = 3k | 3
+xy = 4 | 4
+y^2 = 4x | 4x
+x + 2y = 5 | 5
+AB = 55 | BC = 55 | S_{10} = 55 | A = 55
+S_{10} = 55 | S_1 = 55 | S = 55
 (1, 2) | (2, 1) | \{1, 2\} | 1, 2 | [1, 2] | (1, 2] | (1, 2, 2)
 1, 1, 2 | 1, 2, 2 | 1, 2
 (1,2),(3,4) | (2,1),(3,4) | (1,2,3,4)
@@ -1349,8 +1528,10 @@ ABC | abc
 \frac{1}{23} | \frac{1}{2}3 | \frac123
 \{\} | | \,
 2\sqrt{3} | \sqrt{12}
+\sqrt3/2 | \frac{\sqrt{3}}{2}
+\pi | π
 9a+11 | 11+9a
-"""  # the last two are right; but they are text, and not the same
+"""  # the last four are right; but they are text, and not the same
 
 
 def rewarded(solution, answer):
@@ -1406,7 +1587,7 @@ def make_settings(**changes):
     return SimpleNamespace(**{**settings, "max_prompt_length": 400, **changes})
 
 
-def example_from(solution="2", **columns):
+def example_from(solution="2", /, **columns):
     return rewards.Example("1 + 1?", "1 + 1?", solution, "all", columns)
 
 
@@ -1418,14 +1599,17 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_reward_of_ones_own_gets_every_column(folder):
+    """One entry for each response; `solution` is the example's, not the column of that name."""
     (folder / "every_column.py").write_text(
         "def reward(**columns):\n    seen.update(columns)\n    return [7, True, 0.5, -1]\nseen = {}"
     )
     settings = make_settings(reward="every_column:reward")
-    examples = [example_from("2", a=1, prompts="no"), example_from(b=[2], solution={"x": 3})]
+    first = example_from("2", a=1, prompts="no", completions="no", solution="Add one to one.")
+    second = example_from({"x": 3}, b=[2])
+    examples = [first, first, second, second]
     found = rewards.compute_rewards(["r", "s", "t", "u"], examples, settings)
     assert found == [7.0, 1.0, 0.5, -1.0]
-    assert rewards.load_function("every_column:seen") == {
+    assert sys.modules["every_column"].seen == {
         "completions": ["r", "s", "t", "u"],
         "prompts": ["1 + 1?"] * 4,
         "solution": ["2", "2", {"x": 3}, {"x": 3}],
@@ -1434,20 +1618,65 @@ def test_a_reward_of_ones_own_gets_every_column(folder):
     }
 
 
+def test_the_reward_of_a_task_gets_the_examples_solution():
+    """Not the worked solution, in which GSM8K has another number at the end."""
+    examples = [example_from("2", answer="3", solution="3"), example_from("3", answer="2")]
+    responses = [r"\boxed{2}", r"\boxed{2}"]
+    assert rewards.compute_rewards(responses, examples, make_settings()) == [1, 0]
+
+
 WRONG_REWARDS = [None, 1, [1], [1, 2, 3], [1, math.nan], [1, math.inf], [1, None], [1, "good"]]
 
 
 @pytest.mark.parametrize("returned", WRONG_REWARDS)
 def test_a_reward_returns_one_finite_number_for_each_response(returned, monkeypatch):
     monkeypatch.setattr(rewards, "load_function", lambda place: lambda **columns: returned)
+    examples = [example_from(), example_from()]
     with pytest.raises(rewards.UserError, match="a finite number for each response"):
-        rewards.compute_rewards(["a", "b"], [example_from()], make_settings(reward="my:own"))
+        rewards.compute_rewards(["a", "b"], examples, make_settings(reward="my:own"))
 
 
-@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "no_such_file:f", "rewards:f"])
+@pytest.mark.parametrize("place", ["no_such_file:f", "os.no_such_file:f", "rewards:f", "math:pi"])
 def test_a_reward_that_is_not_there(place):
     with pytest.raises(rewards.UserError, match=f"--reward {place} is no MODULE:FUNCTION"):
         rewards.load_function(place)
+
+
+@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "my_reward.py"])
+def test_how_a_reward_is_written(place):
+    with pytest.raises(
+        rewards.UserError, match=f"{place} is no MODULE:FUNCTION: write my_reward:last"
+    ):
+        rewards.load_function(place)
+
+
+def test_a_reward_without_columns_is_told_its_signature(folder):
+    (folder / "narrow.py").write_text("def reward(completions, solution):\n    return [1]")
+    with pytest.raises(rewards.UserError, match=r"reward\(completions, solution, \*\*columns\)"):
+        rewards.load_function("narrow:reward")
+
+
+@pytest.mark.parametrize("error", [OSError("no file"), rewards.UserError("no"), KeyError("x")])
+def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(error, monkeypatch):
+    """Also an error of a kind that ends this program in one sentence."""
+    monkeypatch.setattr(rewards, "load_function", lambda place: Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match="--reward my:own raised") as caught:
+        rewards.compute_rewards(["a"], [example_from()], make_settings(reward="my:own"))
+    assert caught.value.__cause__ is error
+
+
+def test_what_the_import_of_a_reward_raises_keeps_its_traceback(folder):
+    """Also where it is another module that is not there."""
+    for number, line in enumerate(("open('no_such_file')", "import no_such_module", "1 / 0")):
+        (folder / f"broken{number}.py").write_text(line)
+        with pytest.raises(RuntimeError, match=f"importing broken{number} raised") as caught:
+            rewards.load_function(f"broken{number}:f")
+        assert caught.value.__cause__ is not None
+
+
+def test_the_reward_of_a_task_raises_what_it_raises():
+    with pytest.raises(rewards.UserError, match="must be a text or a number"):
+        rewards.compute_rewards([""], [example_from(["2"])], make_settings())
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
@@ -1458,9 +1687,10 @@ def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
         (folder / name).write_text("")
     code = "import beside\nfrom importlib.machinery import PathFinder\nplaces = "
     code += "[PathFinder.find_spec(name).origin for name in ('datasets', 'random', 'beside')]"
-    (folder / "finds.py").write_text(code)
+    (folder / "finds.py").write_text(f"{code}\ndef reward(**columns): ...")
     before = list(sys.path)
-    places = rewards.load_function("finds:places")
+    rewards.load_function("finds:reward")
+    places = sys.modules["finds"].places
     assert [str(folder) in place for place in places] == [False, False, True]
     with pytest.raises(rewards.UserError):
         rewards.load_function("finds:nothing")
@@ -1497,9 +1727,14 @@ ROWS = [  # a task, a row, its prompt, its solution
     ("math", {"prompt": CHAT, "solution": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {"prompt": "1 + 1 =", "answer": "2"}, "1 + 1 =", "2"),
     ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # a single token
+    ("math", {"problem": "1 + 1?", "answer": 2}, ASKED, "2"),  # a number, written as its text
+    ("math", {"problem": "1 + 1?", "answer": 2.5}, ASKED, "2.5"),
+    ("math", {"problem": "1 + 1?", "answer": "[1, 2]"}, ASKED, "[1, 2]"),  # an interval
+    ("math", {"question": "", "prompt": CHAT, "answer": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
+    ("math", {**ROW, "question": "", "solution": "3", "answer": ""}, ASKED, "3"),
     ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
-    ("kk", {"quiz": "Who?", "solution_text_format": LILY, "solution": [False]},
-     "<|user|>Who?<|assistant|><think>", LILY),
+    ("kk", {"quiz": "Who?", "solution_text_format": JACK, "solution": [True, False], "level": 9},
+     "<|user|>Who?<|assistant|><think>", JACK),
     ("kk", {"quiz": "Who?", "solution": LILY, "prompt": [{"role": "user", "content": ASKED}]},
      "<|user|>Who?<|assistant|><think>", LILY),  # as in the authors' files
     ("kk", {"prompt": "Who? ", "solution": LILY}, "Who? ", LILY),
@@ -1513,27 +1748,57 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example.prompt == prompt
-    assert example.question in ("1 + 1?", "1 + 1 =", "1", "Who?", "Who? ")
+    questions = [text for text in ("1", "1 + 1?", "1 + 1 =", "Who?", "Who? ") if text in prompt]
+    assert example.question == questions[-1]
     assert example.solution == solution
     assert example.columns == row
-    assert example.difficulty == ("1" if task == "kk" else "all")
+    assert example.difficulty == {LILY: "1", JACK: "2"}.get(solution, "all")
+
+
+NO_QUESTION = "a text as question, quiz, problem, or a whole prompt; it has the columns"
+NO_SOLUTION = "a text or a number as solution_text_format, answer, solution; it has the columns"
+LEFT_OUT = "has a message that the chat template leaves out: "
+AS_TEXT = r'[{"content": "1 + 1?", "role": "user"}]'
+
+
+def chat(content="1 + 1?", role="user", **others):
+    """A row whose prompt is a chat with this message."""
+    return {"prompt": [{"role": role, "content": content, **others}], "answer": "2"}
 
 
 WRONG_ROWS = [  # a task, a row, what is wrong
-    ("math", {"answer": "2"}, "a text as question, quiz, problem, or a whole prompt"),
-    ("math", {**ROW, "problem": 2}, "a text as question"),
-    ("math", {**ROW, "problem": None, "prompt": 5}, "a text as question"),
-    ("math", {"problem": "1 + 1?"}, "a text as solution_text_format, answer, solution"),
-    ("math", {**ROW, "answer": 2}, "a text as solution_text_format"),
-    ("math", {"prompt": CHAT, "solution": ["2"]}, "a text as solution_text_format"),
-    ("math", {"prompt": " ", "solution": "2"}, "is there a tokenizer beside the model"),
-    ("math", {"problem": "1 + 1?", "answer": '["34"]'}, "a JSON list"),  # in files for verl
+    ("math", {"answer": "2", "source": "mine"}, f"{NO_QUESTION} answer, source"),
+    ("math", {**ROW, "problem": 2}, NO_QUESTION),
+    ("math", {**ROW, "problem": " "}, NO_QUESTION),  # an empty text is none
+    ("math", {**ROW, "problem": None, "prompt": 5}, NO_QUESTION),
+    ("math", {**ROW, "problem": "", "prompt": []}, NO_QUESTION),
+    ("math", {"prompt": " ", "solution": "2"}, NO_QUESTION),
+    ("math", chat("\n"), NO_QUESTION),
+    ("math", {"problem": "1 + 1?"}, f"{NO_SOLUTION} problem"),
+    ("kk", {"quiz": "Who?", "names": []}, f"{NO_SOLUTION} quiz, names"),
+    ("math", {**ROW, "answer": True}, NO_SOLUTION),
+    ("math", {"prompt": CHAT, "solution": ["2"]}, NO_SOLUTION),
+    ("math", {**ROW, "answer": '["34"]'}, "has a list as its solution"),  # in files for verl
+    ("math", {**ROW, "answer": "['34', '35']"}, "has a list as its solution"),
+    ("math", {**ROW, "answer": r" [\frac{3}{4}]"}, "has a list as its solution"),
+    ("math", {"prompt": [{"from": "human", "value": "1 + 1?"}], "answer": "2"}, "content of each"),
+    ("math", chat(None, text="1 + 1?"), "a text as the content of each message"),
+    ("math", chat([{"type": "text", "text": "1 + 1?"}]), "a text as the content of each message"),
+    ("math", {"prompt": ["1 + 1?"], "answer": "2"}, "a text as the content of each message"),
+    ("math", chat(role="User"), rf"{LEFT_OUT}'1 \+ 1\?'"),
+    ("math", chat(role="human"), LEFT_OUT),
+    ("math", {"prompt": [{"role": "developer", "content": "Be terse."}, *CHAT], "answer": "2"},
+     f"{LEFT_OUT}'Be terse.'"),
+    ("math", {"prompt": AS_TEXT, "answer": "2"}, "a chat in a text"),
+    ("math", {"prompt": str(CHAT), "answer": "2"}, "a chat in a text"),
+    ("math", {"prompt": ' [{"from": "human"}]', "answer": "2"}, "a chat in a text"),
     ("math", '{"problem": ', "Expecting value"),
     ("math", "7", "a JSON object, not 7"),
     ("math", "[7]", "a JSON object"),
     ("math", "null", "a JSON object"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
-]
+    ("kk", {"quiz": "Who?", "solution": 5}, r"lines like \(1\) Zoey is a knight, not '5'"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("task, row, message", WRONG_ROWS)
@@ -1541,6 +1806,15 @@ def test_a_wrong_row_is_named(task, row, message, tmp_path):
     good = {"quiz": "Who?", "solution": LILY}  # blank lines do not count
     with pytest.raises(rewards.UserError, match=rf"a\.jsonl, row 2: .*{message}"):
         loaded(tmp_path, [good, "", row, good], task=task)
+
+
+def test_a_model_without_a_tokenizer_is_told(tmp_path):
+    """Its prompts have no tokens."""
+    tokenizer = Mock(chat_template=None, bos_token_id=7)
+    tokenizer.return_value.input_ids = []
+    source = write_rows(tmp_path / "a.jsonl", [ROW])
+    with pytest.raises(rewards.UserError, match="is there a tokenizer beside the model"):
+        rewards.load_rows(source, make_settings(), tokenizer)
 
 
 def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
@@ -1562,6 +1836,34 @@ def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
     assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
 
 
+USED_AS_IS = "; prompts are used as they are, and the reward looks for "
+JOINED = "; the model has no chat template, so messages are joined"
+
+
+@pytest.mark.parametrize(
+    "row, task, settings, template, clauses",
+    [
+        (ROW, "math", {}, "some", ""),
+        (chat(), "math", {}, "some", rf"{USED_AS_IS}\boxed{{}}"),
+        (chat(), "math", {"reward": "my:own"}, "some", ""),
+        ({"prompt": "1", "answer": "2"}, "math", {}, None, rf"{USED_AS_IS}\boxed{{}}"),
+        ({"prompt": "1", "answer": LILY}, "kk", {}, "some", f"{USED_AS_IS}<think> and <answer>"),
+        (ROW, "math", {}, None, JOINED),
+        (chat(), "math", {}, None, rf"{USED_AS_IS}\boxed{{}}{JOINED}"),
+        (chat(), "kk", {"reward": "my:own"}, None, JOINED),
+    ],
+)
+def test_the_line_tells_how_prompts_are_used(
+    row, task, settings, template, clauses, tmp_path, capsys
+):
+    """Prompts with no request for what the reward looks for, and chats without a template."""
+    tokenizer = tokenizer_with(template and TURNS)
+    source = write_rows(tmp_path / "a.jsonl", [row])
+    rewards.load_rows(source, make_settings(task=task, **settings), tokenizer)
+    line = capsys.readouterr().out
+    assert line.startswith(f"a.jsonl: 1 of 1 rows used{clauses}; the first prompt ends in ")
+
+
 def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
     """A model writes 98 for the solution $98$; that the solution matches itself is not enough."""
     for solution in (r"So $\boxed{\[ 98 \]}$.", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"):
@@ -1570,12 +1872,20 @@ def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
         assert not rewards.is_gradable(solution, "math"), solution
 
 
-@pytest.mark.parametrize("solution", [None, 0, {"target": 24}, "Lily", "12 #### x"])
+@pytest.mark.parametrize("solution", [None, 0, "", {"target": 24}, "Lily", "12 #### x"])
 @pytest.mark.parametrize("task", rewards.TASKS)
 def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path):
     (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
     assert example.solution == solution
     assert example.difficulty == "all"
+
+
+def test_with_a_reward_of_ones_own_a_puzzle_has_its_number_of_people(tmp_path):
+    """Where its solution reads as one; elsewhere the column `level` counts."""
+    rows = [{"quiz": "Who?", "answer": JACK, "level": 9}, {"quiz": "Who?", "level": 9}]
+    for task, levels in (("kk", ["2", "9"]), ("math", ["9", "9"])):
+        examples = loaded(tmp_path, rows, task=task, reward="my:own")
+        assert [example.difficulty for example in examples] == levels
 
 
 HUB_NAMES = {  # what is given as --data: name, configuration and split
@@ -1595,6 +1905,40 @@ def test_a_data_set_of_the_hub(source, monkeypatch):
     load_dataset.assert_called_once_with(name, configuration, split=split)
 
 
+NO_FILES = ["my.csv", "my.JSON", "no.parquet", "./my", "/my/data", "a/b/c", "~/my", "no.parquet:x"]
+
+
+@pytest.mark.parametrize("source", NO_FILES)
+def test_a_file_that_does_not_exist_is_not_looked_up_on_the_hub(source, monkeypatch):
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=AssertionError))
+    with pytest.raises(rewards.UserError, match=f"cannot read {source}: there is no such file"):
+        rewards.read_table(source)
+
+
+@pytest.mark.parametrize("name", ["my.csv", "my.json", "my"])
+def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
+    (folder / name).write_text("")
+    with pytest.raises(rewards.UserError, match=r"Converting data of data/GUIDE\.md"):
+        rewards.read_table(name)
+    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    assert "\n## Converting data\n" in guide
+
+
+def test_what_guide_says_on_csv_and_json(folder):
+    """The answer None and leading zeros are kept, and so are the messages of a chat."""
+    guide = (
+        (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8").partition("# Converting data")[2]
+    )
+    csv_lines, json_lines = re.findall("```python\n(.*?)```", guide, re.DOTALL)[:2]
+    (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
+    (folder / "my.json").write_text(json.dumps([chat(), ROW]))
+    for lines, solutions in ((csv_lines, ["None", "007", "NA"]), (json_lines, ["2", "2"])):
+        exec(lines, {})  # noqa: S102
+        examples = rewards.load_rows("my.jsonl", make_settings(), TOKENIZER)
+        assert [example.solution for example in examples] == solutions
+    assert [example.question for example in examples] == ["1 + 1?", "1 + 1?"]
+
+
 def problems(examples):
     return [example.question for example in examples]
 
@@ -1612,14 +1956,30 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
     many = write_rows(tmp_path / "many.jsonl", [{"prompt": f"{i} is"} for i in range(5010)])
     settings = make_settings(data=many, reward="rewards:math_reward")
     assert len(rewards.load_data(settings, TOKENIZER)[1]) == 500
-    one = write_rows(tmp_path / "one.jsonl", rows[:2])
-    with pytest.raises(rewards.UserError, match="no row is left to train on"):
-        rewards.load_data(make_settings(data=one), TOKENIZER)
+
+
+THREE = [{"problem": f"{i}?", "answer": "2"} for i in range(3)]
+NO_ROW_IS_LEFT = [  # the rows of --data, those of --eval-data, what is told
+    ([], None, "train on: of 0 rows used 0 are held out, and 0 have .* the 0 rows"),
+    ([ROW], None, "train on: of 1 rows used 1 are held out, and 0 have .* the 1 rows"),
+    ([ROW] * 30, None, "train on: of 30 rows used 3 are held out, and 27 have .* the 3 rows"),
+    (THREE, THREE * 2, "train on: of 3 rows used 0 are held out, and 3 have .* the 6 rows"),
+    (THREE, [], "evaluate on: of 3 rows used 0 are held out, and 0 have .* the 0 rows"),
+]
+
+
+@pytest.mark.parametrize("rows, eval_rows, reason", NO_ROW_IS_LEFT)
+def test_why_no_row_is_left(rows, eval_rows, reason, tmp_path):
+    settings = make_settings(data=write_rows(tmp_path / "own.jsonl", rows))
+    if eval_rows is not None:
+        settings.eval_data = write_rows(tmp_path / "other.jsonl", eval_rows)
+    with pytest.raises(rewards.UserError, match=f"no row is left to {reason}"):
+        rewards.load_data(settings, TOKENIZER)
 
 
 def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     """Also where one of the two is a whole prompt, and beyond --eval-size."""
-    rows = [{"problem": f"Say {i}!", "answer": "2", "level": i % 2} for i in range(20)]
+    rows = [{"problem": f"Say {i}!", "answer": "2", "level": [10, 2][i % 2]} for i in range(20)]
     rows += [{"prompt": CHAT, "solution": "2"}]
     whole = [{"role": "user", "content": f"Say 1!{rewards.MATH_PROMPT}"}]
     others = [{"prompt": whole, "solution": "2"}, {**ROW, "problem": "Say 99!"}]
@@ -1628,8 +1988,8 @@ def test_no_training_question_is_in_the_evaluation_rows(tmp_path):
     settings = make_settings(data=own, eval_data=other, eval_size=3)
     training, evaluation = rewards.load_data(settings, TOKENIZER)
     assert problems(training) == ["Say 99!"]
-    assert [example.difficulty for example in evaluation] == ["0"] * 3 + ["1"] * 3 + ["all"]
-    assert problems(evaluation)[:3] != ["Say 0!", "Say 2!", "Say 4!"]  # a sorted file: its easiest
+    assert [example.difficulty for example in evaluation] == ["2"] * 3 + ["10"] * 3 + ["all"]
+    assert problems(evaluation)[:3] != ["Say 1!", "Say 3!", "Say 5!"]  # a sorted file: its easiest
 
 
 def test_batches_come_in_a_new_order_each_time_through():
@@ -1689,6 +2049,13 @@ def test_no_later_turn_of_a_chat_is_lost():
     assert prompt == f"<user>system?\n\n{turns}"
     words = rewards.render_prompt(tokenizer_with(None), chat).split()
     assert words == [f"{role}?" for role in roles]
+
+
+def test_a_template_may_leave_out_blanks_at_the_ends_of_a_message(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [chat(" 1 + 1?\n")])
+    tokenizer = tokenizer_with(TURNS.replace("turn.content", "turn.content | trim"))
+    (example,) = rewards.load_rows(source, make_settings(), tokenizer)
+    assert example.prompt == "<user>1 + 1?<assistant>"
 
 
 def test_a_chat_that_the_template_refuses_ends_in_one_sentence(tmp_path):

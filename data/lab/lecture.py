@@ -18,23 +18,12 @@ from IPython.core.pylabtools import print_figure
 from IPython.display import SVG, Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
 from PIL import Image
+from results import COLORS
 from scipy import stats
 from torch.nn.functional import one_hot
 
 from lopti import policy_loss, reweight_advantages
 
-# Orange is low probability, blue is high probability. Colour-blind readers can tell these apart.
-COLORS = {
-    "low": "#D55E00",
-    "high": "#0072B2",
-    "GRPO": "#555555",
-    "two-pass GRPO": "#8B5A2B",
-    "AR, α = 0.3": "#B79AD0",
-    "AR, α = 1": "#6A3D9A",
-    "Lopti": "#009E73",
-    "reversed Lopti": "#8FD1BB",
-    "AR + Lopti": "#009E73",
-}
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
 plt.rcParams |= {
     "font.size": 15,

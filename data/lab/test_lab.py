@@ -105,7 +105,7 @@ def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, cap
     diagnose.main([*words, "--alpha", "0.3"])
     printed = capsys.readouterr().out
     assert "nan" not in printed
-    assert "In the paper it is 4.8 times." in printed
+    assert "In the paper it is 4.9 times." in printed
     assert "This does not say whether a method helps" in printed
     assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
     monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((2, 4)), np.zeros((2, 5))))
