@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import functools
 import json
 import math
 import os
@@ -54,7 +55,7 @@ def test_the_notebook_runs(monkeypatch):
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     for text in map(json.dumps, (book, NOTEBOOK)):
-        assert text.count('"image/png"') == 10
+        assert text.count('"image/png"') == 12
         assert '"stderr"' not in text
 
 
@@ -237,3 +238,95 @@ def test_the_picture_of_changes():
         lecture.COLORS[name] for name in ("low", "high")
     ]
     lecture.plt.close("all")
+
+
+# The experiment of section 10 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_small_policies(shared):
+    """Their first π are those given, and log π, KL and accuracy are those of the logits."""
+    torch.manual_seed(0)
+    policy = lecture.SmallPolicies(0.7, 1 / 4, shared, seeds=3)
+    pi = policy.log_pi().exp()
+    assert pi.shape == (3, 204, 4)
+    assert pi[1, 0].tolist() == pytest.approx([0.7, 0.3, 0, 0])
+    assert pi[2, 4].tolist() == pytest.approx([0.25] * 4)
+    torch.testing.assert_close(policy.kl_and_accuracy(), torch.tensor([[0.0] * 3, [0.7] * 3]))
+
+    with torch.no_grad():
+        policy.weights[-1].normal_()
+    now = policy.log_pi().exp()
+    assert not torch.allclose(now[0], now[1])  # each seed has weights of its own
+    changed = torch.zeros(3, 204, 4)
+    changed[:] = now.log().nan_to_num(neginf=0) - pi.log().nan_to_num(neginf=0)
+    kl, accuracy = policy.kl_and_accuracy()
+    torch.testing.assert_close(kl, (now * changed).sum((1, 2)))
+    torch.testing.assert_close(accuracy, now[:, :4, 0].mean(1))
+
+    words, logprobs = policy.sample(500)  # (1500, 204), seed by seed
+    assert logprobs[700, 9].item() == pytest.approx(now[1, 9, words[700, 9]].log().item(), abs=1e-5)
+    shares = (words[1000:] == 0).double().mean(0)  # of the third seed
+    assert (shares - now[2, :, 0]).abs().max() < 0.1
+    assert (shares - now[1, :, 0]).abs().max() > 0.3
+
+
+def test_the_reward_counts_right_reward_tokens():
+    words = torch.ones(2, 204, dtype=torch.long)
+    words[0, 1] = 0
+    words[1, 4:] = 0  # noise tokens
+    assert lecture.count_right(words).tolist() == [1, 0]
+
+
+def test_steps_of_one_norm():
+    """The norm is that of all tensors of a seed together; without a gradient there is no step."""
+    weights = [torch.zeros(3, 1, 2), torch.zeros(3, 2, 1)]
+    optimizer = lecture.NormedDescent(weights, norm=0.5)
+    weights[0].grad = torch.tensor([[[3.0, 0.0]], [[0.0, 0.0]], [[30.0, 0.0]]])
+    weights[1].grad = torch.tensor([[[0.0], [4.0]], [[0.0], [0.0]], [[0.0], [0.0]]])
+    optimizer.step()
+    assert weights[0].flatten(1).tolist() == [[pytest.approx(-0.3), 0], [0, 0], [-0.5, 0]]
+    assert weights[1].flatten(1).tolist() == [[0, pytest.approx(-0.4)], [0, 0], [0, 0]]
+
+
+def test_ahead_at_equal_kl():
+    """AR is 0.1 and 0.3 ahead where GRPO has a KL of 1, though it gets there in another step."""
+    grpo = torch.tensor([[[0.0, 0.0], [0.5, 0.5]], [[2.0, 2.0], [0.7, 0.7]]])  # (steps, 2, seeds)
+    ar = torch.tensor(
+        [[[0.0, 0.0], [0.5, 0.5]], [[1.0, 1.0], [0.7, 0.9]], [[0.5, 3.0], [0.9, 1.0]]]
+    )
+    kl, ahead = lecture.ahead_of_grpo({"GRPO": grpo, "AR": ar}, most=1.0)
+    assert kl[-1] == 1.0
+    means, halves = ahead["AR"]
+    assert means[-1] == pytest.approx(0.2)
+    assert halves[-1] == pytest.approx(12.706 * 0.1, rel=1e-4)  # t of one degree of freedom
+    kl, _ = lecture.ahead_of_grpo({"GRPO": grpo, "AR": ar[:, :, :1]}, most=5.0)
+    assert kl[-1] == 1.0  # where the run ends that comes least far
+    assert lecture.standing([0.9, 0.2], [0, 0.1]) == "0.200 ahead of GRPO"
+    assert lecture.standing([0.9, -0.2], [0, 0.1]) == "0.200 behind GRPO"
+    assert lecture.standing([0.9, -0.2], [0, 0.3]) == "level with GRPO"
+
+
+def test_in_the_experiment_help_becomes_harm():
+    """What the text beside the experiment says, with its own cell and three seeds."""
+    policies = functools.partial(lecture.SmallPolicies, seeds=3)
+    small = SimpleNamespace(SmallPolicies=policies, count_right=lecture.count_right)
+    names = {"lecture": small, "lopti": lopti, "torch": torch}
+    text = cell_that_begins("pi_of_right = 0.7")
+
+    def make_optimizer(weights):
+        return lecture.NormedDescent(weights, norm=0.4)
+
+    final = {}  # accuracy minus GRPO's at a KL of 1
+    for noise in ("1 / 8", "1 / 2"):
+        cell = run(text.replace("pi_of_noise = 1 / 8", f"pi_of_noise = {noise}"), **names)
+        kl, ahead = lecture.ahead_of_grpo(cell["train_all"](False, make_optimizer, 60))
+        assert kl[-1] == 1.0
+        final[noise] = {method: means[-1] for method, (means, _) in ahead.items()}
+    assert final["1 / 8"]["AR"] > 0.01
+    assert final["1 / 8"]["Lopti"] > 0.02
+    assert final["1 / 2"]["AR"] < -0.01
+    assert final["1 / 2"]["Lopti"] < -0.01
+    for ahead in final.values():
+        assert ahead["GRPO"] == 0
+        assert ahead["two-pass GRPO"] < ahead["Lopti"]
