@@ -143,7 +143,7 @@ def main(words=None):
                 "a gradient norm is 0: no group has unequal rewards, or a bin has no token"
             )
         print(summarize(tokens, norms).to_string(float_format="{:.2f}".format))
-        print(f"\n{message(tokens, norms)} In the paper it is 4.8 times.")
+        print(f"\n{message(tokens, norms)} In the paper it is 4.9 times.")
         print("This does not say whether a method helps: compare.py trains with and without it.")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))

@@ -134,7 +134,7 @@ def test_diagnose_from_flags_to_table(monkeypatch, unequal_rewards, capsys):
     norms = " ".join(words[-3] for words in table)
     assert last == f"batch 2 of 2: share of the tokens {shares}, gradient norm {norms}"
     assert first.partition(":")[2] != last.partition(":")[2]
-    assert "In the paper it is 4.8 times." in printed
+    assert "In the paper it is 4.9 times." in printed
     assert "This does not say whether a method helps" in printed
     monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((2, 4)), np.zeros((2, 5))))
     with pytest.raises(SystemExit, match="2"):

@@ -1,0 +1,528 @@
+"""Prints the tables of results/RESULTS.md and draws its pictures from the files beside it.
+
+python data/lab/results.py        # a test asks that this changes nothing
+
+A difference is one of accuracies: its mean over the seeds that both methods have, and half of its
+95 % interval (Student's t). It is bold in a table, and its mark in a picture is filled, if it is
+significant at 5 % after Holm's correction.
+"""
+
+import io
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy
+import pandas
+from scipy import stats
+
+FOLDER = Path(__file__).resolve().parent / "results"
+COLORS = {  # orange is low probability, blue is high; colour-blind readers can tell all apart
+    "low": "#D55E00",
+    "high": "#0072B2",
+    "GRPO": "#555555",
+    "two-pass GRPO": "#8B5A2B",
+    "AR, α = 0.3": "#B79AD0",
+    "AR, α = 1": "#6A3D9A",
+    "Lopti": "#009E73",
+    "reversed Lopti": "#8FD1BB",
+    "AR + Lopti": "#009E73",
+}
+LOOK = {  # of the pictures
+    "font.size": 12,
+    "axes.spines.left": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "ytick.left": False,
+    "figure.constrained_layout.use": True,
+    "svg.hashsalt": "lopti",
+    "svg.fonttype": "none",  # text stays text
+}
+
+# What is compared ---------------------------------------------------------------------------------
+
+AR = "AR, α = 0.3 − GRPO"
+AR_1 = "AR, α = 1 − GRPO"
+UNBIASED_1 = "unbiased AR, α = 1 − GRPO"
+BOTH = "AR + Lopti − GRPO"
+LOPTI = "Lopti − GRPO"
+TWO_PASSES = "two-pass GRPO − GRPO"
+SPLIT = "Lopti − two-pass GRPO"
+ORDER = "Lopti − reversed Lopti"
+RANDOM = "Lopti − random split"
+HALF_RATE = ["Lopti, half the rate − GRPO", "two-pass GRPO, half the rate − GRPO"]
+LONG_STEPS = [
+    "long-step GRPO − GRPO",
+    "Lopti − long-step GRPO",
+    "two-pass GRPO − long-step GRPO",
+    "unbiased AR, α = 1 − long-step GRPO",
+]
+OF_R6 = [
+    "AR, α = 0.6 − GRPO",
+    AR_1,
+    "unbiased AR, α = 0.3 − GRPO",
+    "unbiased AR, α = 0.6 − GRPO",
+    UNBIASED_1,
+    "unbiased AR, α = 0.3 − AR, α = 0.3",
+    "unbiased AR, α = 0.6 − AR, α = 0.6",
+    "unbiased AR, α = 1 − AR, α = 1",
+]
+OF_R11 = ["oracle − GRPO", AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT]
+OF_R11 += [
+    f"{method} − two-pass GRPO" for method in ("oracle", "AR, α = 0.3", "unbiased AR, α = 1")
+]
+SECTIONS = {  # section: {comparison: differences}, corrected together in each measure
+    "R3": {
+        "bundled, puzzles": [AR, LOPTI, TWO_PASSES, SPLIT, BOTH],
+        "SmolLM2, word problems": [AR, LOPTI, TWO_PASSES, SPLIT],
+    },
+    "R4": {"bundled, puzzles, new seeds": [LOPTI, TWO_PASSES, SPLIT, *HALF_RATE]},
+    "R5": {
+        "one-wording, puzzles": [LOPTI, TWO_PASSES, SPLIT, ORDER],
+        "bundled, puzzles": [ORDER, RANDOM],
+        "wordy, puzzles": [ORDER, RANDOM],
+    },
+    "R6": {"bundled, puzzles": OF_R6},
+    "R10": {
+        "wordy, puzzles": [AR, AR_1, UNBIASED_1, LOPTI, TWO_PASSES, SPLIT, *LONG_STEPS],
+        "wordy, puzzles, new seeds": [UNBIASED_1, TWO_PASSES],
+        "bundled, puzzles, fixed norm": [UNBIASED_1, TWO_PASSES],
+        "one-wording, puzzles, fixed norm": [UNBIASED_1, TWO_PASSES],
+    },
+    "R11, first comparison": {"SmolLM2, true or false, first": OF_R11},
+    "R11, second comparison": {"SmolLM2, true or false, second": OF_R11},
+}
+SEVEN = {  # the comparisons of the first picture: {name on the page: name in runs.csv}
+    "bundled, puzzles (R3)": "bundled, puzzles",
+    "bundled, puzzles, new seeds (R4)": "bundled, puzzles, new seeds",
+    "one-wording, puzzles (R5)": "one-wording, puzzles",
+    "wordy, puzzles, fixed norm (R10)": "wordy, puzzles",
+    "SmolLM2, word problems (R3)": "SmolLM2, word problems",
+    "SmolLM2, true or false, first (R11)": "SmolLM2, true or false, first",
+    "SmolLM2, true or false, second (R11)": "SmolLM2, true or false, second",
+}
+COMPARED = ("at equal KL", "at the best rates")
+FIRST_STEPS = {  # columns of the table of R8 and R9: what is measured
+    "ratio of the norms": "norm of π < 0.25 / norm of π ≥ 0.75",
+    "step A − step B": "difference of the two updates",
+    "E_s[π]": "average π by the mean gradient",
+    "E_v[π]": "average π by the squared norm",
+    "AR, α = 0.3": "gain of AR α = 0.3, gradient descent",
+    "Lopti": "gain of Lopti, gradient descent",
+}
+
+
+class Difference(NamedTuple):
+    mean: float
+    half: float  # of the interval, which is not corrected
+    p: float  # after Holm's correction
+
+
+def corrected(values):
+    """{name: Difference} for {name: a difference for each seed}, with Holm's correction for all.
+
+    The smallest of n p-values is multiplied by n, the next by n - 1, and so on, and none becomes
+    smaller than the one before:
+
+    >>> seeds = pandas.Series([0.0, 0.1, 0.2])
+    >>> p = stats.ttest_1samp(seeds, 0).pvalue
+    >>> [int(round(each.p / p, 9)) for each in corrected({"a": seeds, "b": seeds}).values()]
+    [2, 2]
+    """
+    tests = {name: stats.ttest_1samp(each, 0) for name, each in values.items()}
+    found = {}
+    left = len(tests)
+    p = 0.0
+    for name, test in sorted(tests.items(), key=lambda item: item[1].pvalue):
+        p = min(1.0, max(p, left * test.pvalue))
+        left -= 1
+        mean = values[name].mean()
+        found[name] = Difference(mean, mean - test.confidence_interval().low, p)
+    return found
+
+
+def difference(accuracies, pair):
+    """A difference for each seed. accuracies: a row for each seed, a column for each method."""
+    first, second = pair.split(" − ")
+    return (accuracies[first] - accuracies[second]).dropna()
+
+
+def of_runs(measure):
+    """{(comparison, pair): Difference} of runs.csv. A seed's learning rates are averaged."""
+    runs = pandas.read_csv(FOLDER / "runs.csv")
+    accuracies = runs.groupby(["comparison", "seed", "method"])[measure].mean().unstack()
+    found = {}
+    for section in SECTIONS.values():
+        values = {}
+        for comparison, pairs in section.items():
+            for pair in pairs:
+                each = difference(accuracies.loc[comparison], pair)
+                if len(each):  # the final accuracy is not always measured
+                    values[comparison, pair] = each
+        found |= corrected(values)
+    return found
+
+
+def of_tasks(compared):
+    """{(task and optimizer, pair): Difference} of synthetic_tasks.csv."""
+    tasks = pandas.read_csv(FOLDER / "synthetic_tasks.csv")
+    tasks = tasks[tasks.compared == compared]
+    tasks = tasks.assign(row=tasks.task + ", " + tasks.optimizer)
+    accuracies = tasks.pivot(index=["row", "seed"], columns="method", values="accuracy")
+    found = {}
+    for pairs in ((AR_1, LOPTI), (SPLIT, TWO_PASSES, AR)):  # corrected together
+        values = {}
+        for row in tasks.row.unique():
+            for pair in pairs:
+                values[row, pair] = difference(accuracies.loc[row], pair)
+        found |= corrected(values)
+    return found
+
+
+def steps_of_r4():
+    """{method: {seed: the accuracy and the KL of each training step}}."""
+    runs = pandas.read_csv(FOLDER / "runs.csv")
+    steps = pandas.read_csv(FOLDER / "steps.csv").merge(runs, on="run")
+    found = {}
+    for (method, seed), of_run in steps.groupby(["method", "seed"], sort=False):
+        found.setdefault(method, {})[seed] = of_run[["accuracy", "kl"]]
+    return found
+
+
+def at_equal_kl(first, second):
+    """A difference for each seed; first and second: {seed: accuracy and KL of each step}.
+
+    Both jump from step to step, so each is the mean of five steps. The difference is a mean over
+    the KL that both runs cover, from 0.006 to 0.05 at most.
+    """
+    found = {}
+    for seed in first:
+        curves = []
+        for steps in (first[seed], second[seed]):
+            means = steps.rolling(5).mean().dropna()
+            curves.append((means.kl.cummax().to_numpy(), means.accuracy.to_numpy()))
+        low = max(0.006, *(kl[0] for kl, _ in curves))
+        high = min(0.05, *(kl[-1] for kl, _ in curves))
+        kl = numpy.linspace(low, high, 101)
+        found[seed] = (numpy.interp(kl, *curves[0]) - numpy.interp(kl, *curves[1])).mean()
+    return pandas.Series(found)
+
+
+# The tables ---------------------------------------------------------------------------------------
+
+
+def shown(found):
+    """A Difference as the page writes it, with as many digits as tell mean and interval apart.
+
+    >>> shown(Difference(-0.012, 0.007, 0.01)), shown(Difference(0.0056, 0.0062, 0.1))
+    ('**−0.012 ± 0.007**', '+0.0056 ± 0.0062')
+    """
+    if found is None:
+        return "–"
+    digits = 3
+    while digits < 5 and f"{found.mean:.{digits}f}" == f"{found.half:.{digits}f}":
+        digits += 1
+    sign = "+" if round(found.mean, digits) else ""  # 0.000, not −0.000
+    mean = f"{round(found.mean, digits) + 0.0:{sign}.{digits}f}"
+    text = f"{mean} ± {found.half:.{digits}f}".replace("-", "−")
+    return f"**{text}**" if found.p < 0.05 else text
+
+
+def table(head, lines):
+    rows = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *lines)]
+    return "\n".join([rows[0], "|---" * len(head) + "|", *rows[1:]])
+
+
+def grid(corner, rows, columns, found):
+    """A table of found[row, column]; rows and columns: {label: key}."""
+    lines = []
+    for label, row in rows.items():
+        lines.append([label, *[shown(found.get((row, column))) for column in columns.values()]])
+    return table([corner, *columns], lines)
+
+
+def names(*keys):
+    """Rows or columns of a table whose labels are their keys."""
+    return {key: key for key in keys}
+
+
+def of_paper():
+    accuracies = pandas.read_csv(FOLDER / "paper.csv", dtype=str)
+    return table(list(accuracies), accuracies.to_numpy())
+
+
+def gradient_norms():
+    norms = pandas.read_csv(FOLDER / "r1.csv", dtype=str)
+    norms["text"] = (norms.gradient_norm + " ± " + norms.half_interval).fillna(norms.gradient_norm)
+    wide = norms.pivot(index="tokens", columns="model", values="text")
+    wide = wide.loc[norms.tokens.unique(), norms.model.unique()]
+    return table(["norm of the gradient (all tokens: 1)", *wide], wide.reset_index().to_numpy())
+
+
+def first_steps(corner, columns, settings=None):
+    """A table of first_steps.csv; columns: {label: what is measured}. A gain is a percentage."""
+    steps = pandas.read_csv(FOLDER / "first_steps.csv", dtype=str)
+    text = (steps.value + " ± " + steps.half_interval).str.replace("-", "−")
+    steps["text"] = text.where(~steps.measured.str.contains("gain"), text + " %")
+    wide = steps.pivot(index="model", columns="measured", values="text").fillna("–")
+    wide = wide.loc[settings or list(steps.model.unique()), list(columns.values())]
+    return table([corner, *columns], wide.reset_index().to_numpy())
+
+
+def kinds_of_tokens():
+    groups = pandas.read_csv(FOLDER / "r2.csv", index_col="group")
+    lines = []
+    for kind in ("all of them", "synonyms", "</think>", "new try"):
+        row = groups.loc[f"π < 0.25, {kind}"]
+        squared = f"{row.share_of_squared_norm:.2f} ± {row.squared_norm_half_interval:.2f}"
+        mean = f"{row.share_of_mean_gradient:.2f} ± {row.mean_gradient_half_interval:.2f}"
+        kind = kind.replace("</think>", "`</think>`")
+        lines.append([kind, f"{100 * row.share_of_tokens:.3g} %", squared, mean.replace("-", "−")])
+    head = ["bundled model, π < 0.25", "share of the tokens", "share of the squared norm"]
+    return table([*head, "share of the mean gradient"], lines)
+
+
+def conditions():
+    runs = pandas.read_csv(FOLDER / "runs.csv")
+    lines = []
+    for label, comparison in SEVEN.items():
+        of = runs[(runs.comparison == comparison) & ~runs.method.str.contains("half|long")]
+        rates = ", ".join(f"{rate:.0e}" for rate in sorted(of.learning_rate.unique()))
+        rates = rates.replace("e-0", "e-")
+        grpo = of[of.method == "GRPO"]
+        of_ar = of[of.method == "AR, α = 0.3"].seed.nunique() or "–"
+        seeds = f"{grpo.seed.nunique()} ({of_ar})"
+        [steps] = grpo.training_steps.unique()
+        [optimizer] = grpo.optimizer.unique()
+        accuracy = f"{grpo.training_accuracy.mean():.3f}"
+        lines.append([label, steps, seeds, f"{optimizer}, {rates}", accuracy])
+    head = ["comparison", "training steps", "seeds (of AR)", "optimizer, learning rate or norm"]
+    return table([*head, "GRPO's accuracy in training"], lines)
+
+
+def equal_kl(training):
+    steps = steps_of_r4()
+    values = {}
+    for method, of_method in steps.items():
+        if method != "GRPO":
+            values[method] = at_equal_kl(of_method, steps["GRPO"])
+    found = corrected(values)
+    lines = []
+    for method, of_method in steps.items():
+        cells = ["–", "–"]
+        if method != "GRPO":
+            in_training = training["bundled, puzzles, new seeds", f"{method} − GRPO"]
+            cells = [shown(in_training), shown(found[method])]
+        last = numpy.mean([of_run.kl.iloc[-1] for of_run in of_method.values()])
+        lines.append([method, *cells, f"{last:.3f}"])
+    head = ["bundled, new seeds", "minus GRPO, in training", "minus GRPO, at equal KL"]
+    return table([*head, "KL at the end"], lines)
+
+
+def rules():
+    """{task and optimizer: what the rule of R7 says}."""
+    said = {}
+    for job in pandas.read_csv(FOLDER / "synthetic_rule.csv").itertuples():
+        signal = job.mean_pi_by_mean_gradient
+        variance = job.mean_pi_by_squared_norm
+        words = f"no effect ({signal:.3f} = {variance:.3f})"
+        if signal > variance:
+            words = f"AR helps ({signal:.3f} > {variance:.3f})"
+        if signal < variance:
+            words = f"AR does harm ({signal:.3f} < {variance:.3f})"
+        said[f"{job.task}, {job.optimizer}"] = words
+    return said
+
+
+def of_r6(training):
+    found = {}  # {(pair without α, α): Difference}
+    for (comparison, pair), each in training.items():
+        for alpha in ("α = 0.3", "α = 0.6", "α = 1"):
+            if comparison == "bundled, puzzles" and alpha in pair:
+                found[pair.replace(f", {alpha}", ""), alpha] = each
+    found[BOTH, "α = 0.3"] = training["bundled, puzzles", BOTH]
+    rows = names("AR − GRPO", "unbiased AR − GRPO", "unbiased AR − AR", BOTH)
+    return grid("bundled model", rows, names("α = 0.3", "α = 0.6", "α = 1"), found)
+
+
+def of_r7():
+    found = {}  # {(task and optimizer, what is compared and how): Difference}
+    for compared in COMPARED:
+        for (row, pair), each in of_tasks(compared).items():
+            found[row, f"{pair}, {compared}"] = each
+    columns = [f"{pair}, {compared}" for pair in (TWO_PASSES, AR) for compared in COMPARED]
+    return grid("task, optimizer", names(*rules()), names(*columns), found)
+
+
+def of_r10(training):
+    found = {}  # {(method, what it is compared with): Difference}
+    for (comparison, pair), each in training.items():
+        method, _, other = pair.partition(" − ")
+        found[method, f"{comparison} − {other}"] = each
+    columns = {
+        "wordy": "wordy, puzzles − GRPO",
+        "wordy, new seeds": "wordy, puzzles, new seeds − GRPO",
+        "wordy, minus long-step GRPO": "wordy, puzzles − long-step GRPO",
+        "bundled": "bundled, puzzles, fixed norm − GRPO",
+        "one-wording": "one-wording, puzzles, fixed norm − GRPO",
+    }
+    methods = ("AR, α = 0.3", "AR, α = 1", "unbiased AR, α = 1", "Lopti", "two-pass GRPO")
+    return grid("minus GRPO", names(*methods, "long-step GRPO"), columns, found)
+
+
+def of_r11(training, final):
+    found = {}  # {(pair, comparison and measure): Difference}
+    columns = []
+    for part in ("first", "second"):
+        for measure, each in (("in training", training), ("final", final)):
+            columns.append(f"{part}, {measure}")
+            for pair in OF_R11:
+                found[pair, columns[-1]] = each[f"SmolLM2, true or false, {part}", pair]
+    rows = names(*[pair for pair in OF_R11 if pair == SPLIT or pair.endswith("− GRPO")])
+    return grid("SmolLM2, true or false", rows, names(*columns), found)
+
+
+def gpu_step():
+    """The guide's table of one training step on an H100."""
+    measured = pandas.read_json(FOLDER / "gpu_h100.jsonl", lines=True)
+    step = measured[(measured.run == "whole_step") & (measured.longest != 8)]
+    parts = step.groupby("part")[["seconds", "peak_GiB"]].agg({"seconds": "sum", "peak_GiB": "max"})
+    labels = {
+        "sample": "sampling 64 responses of 1,024 tokens",
+        "response_logprobs": "log-probabilities, of the policy and of the initial model",
+        "update": "both passes of Lopti, two optimizer steps each",
+        "save_checkpoint": "saving a checkpoint of 37 GB",
+    }
+    lines = []
+    for part, label in labels.items():
+        row = parts.loc[part]
+        lines.append([label, f"{row.seconds:.0f}", f"{row.peak_GiB:.0f} GiB"])
+    whole = f"{parts.seconds.training_step:.0f}"
+    lines.append(["the whole training step", whole, f"{parts.peak_GiB.max():.0f} GiB"])
+    return table(["part", "seconds", "peak memory of the tensors"], lines)
+
+
+def tables():
+    """{name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
+    training = of_runs("training_accuracy")
+    final = of_runs("final_accuracy")
+    models = ["one-wording", "SmolLM2", "bundled", "wordy"]
+    shares = ("share of the squared norm", "share of the mean gradient")
+    of_r2 = {share: f"{share}, π < 0.25" for share in shares}
+    toys = {"bundled": "bundled, puzzles", "one-wording": "one-wording, puzzles"}
+    of_r5 = toys | {"wordy": "wordy, puzzles"}
+    return {
+        "paper": of_paper(),
+        "R1": gradient_norms(),
+        "R2, models": first_steps("π < 0.25", of_r2, models),
+        "R2, kinds of tokens": kinds_of_tokens(),
+        "R3, conditions": conditions(),
+        "R3, final accuracy": grid(
+            "final accuracy", toys, names(AR, LOPTI, TWO_PASSES, SPLIT, BOTH), final
+        ),
+        "R4": equal_kl(training),
+        "R5": grid("accuracy in training", of_r5, names(ORDER, RANDOM), training),
+        "R6": of_r6(training),
+        "R7": of_r7(),
+        "R8 and R9": first_steps("setting", FIRST_STEPS),
+        "R10": of_r10(training),
+        "R11": of_r11(training, final),
+        "GPU": gpu_step(),
+    }
+
+
+# The pictures -------------------------------------------------------------------------------------
+
+
+def forest(title, xlabel, rows, pairs, series, limit):
+    """A panel for each pair, and in it a mark for each row and each {(row, pair): Difference}."""
+    lines = len(rows) * len(series)  # of marks in a panel
+    size = (12.5, 2 + 0.5 * lines)
+    figure, panels = plt.subplots(1, len(pairs), figsize=size, sharey=True)
+    for panel, pair in zip(panels, pairs, strict=True):
+        first, _, second = pair.partition(" − ")
+        color = COLORS[first] if second == "GRPO" else "black"
+        panel.axvline(0, color="#888888", linewidth=0.8, zorder=0)
+        for row in range(1, len(rows)):
+            panel.axhline(row * len(series) - 0.55, color="#dddddd", linewidth=0.8, zorder=0)
+        for line in range(lines):
+            row, place = divmod(line, len(series))
+            each = series[place].get((list(rows.values())[row], pair))
+            weight = "bold" if each and each.p < 0.05 else "normal"
+            style = {"ha": "center", "size": 11, "weight": weight}
+            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            text = shown(each).strip("*") if each else "not run"
+            panel.text(0, line - 0.24, text, bbox=paper, **style)
+            if each:
+                fill = color if weight == "bold" else "white"
+                style = {"color": color, "markerfacecolor": fill, "markersize": 7, "capsize": 3}
+                panel.errorbar(each.mean, line + 0.08, xerr=each.half, fmt="oD"[place], **style)
+        panel.set_title(pair, size=11, weight="bold")
+        panel.set(xlim=(-limit, limit), ylim=(lines - 0.5, -0.8))
+    middles = [(row + 0.5) * len(series) - 0.5 for row in range(len(rows))]
+    panels[0].set_yticks(middles, rows)
+    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
+    figure.supxlabel(xlabel, size=12)
+    return figure
+
+
+def comparisons():
+    title = (
+        "AR made no significant difference. Lopti was better than GRPO in three of seven\n"
+        "comparisons, but never better than GRPO with two passes."
+    )
+    xlabel = "difference in accuracy during training, with its 95 % interval (filled: significant)"
+    pairs = (AR, LOPTI, TWO_PASSES, SPLIT)
+    return forest(title, xlabel, SEVEN, pairs, [of_runs("training_accuracy")], limit=0.2)
+
+
+def synthetic_tasks():
+    title = "AR with α = 1 and Lopti gain only in the task “noise at low π”"
+    xlabel = (
+        "difference in accuracy, with its 95 % interval (filled: significant). "
+        "Circles: at equal KL. Diamonds: each method at its best learning rate."
+    )
+    rows = {}
+    for row, words in rules().items():
+        label = row.replace("the first decision", "the\nfirst decision").replace(", ", ",\n")
+        words = words.replace(" (", "\n(")
+        rows[f"{label}\nrule: {words}"] = row
+    series = [of_tasks(compared) for compared in COMPARED]
+    return forest(title, xlabel, rows, (AR_1, LOPTI, SPLIT), series, limit=0.27)
+
+
+def svg(draw):
+    """A picture as text. Its coordinates have two digits: rounding errors do not show."""
+    with plt.style.context(LOOK, after_reset=True):  # whatever the caller has set
+        figure = draw()
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None})
+        plt.close(figure)
+    return re.sub(r"\d+\.\d{5,}", lambda found: f"{round(float(found[0]), 2):g}", file.getvalue())
+
+
+def filled(path):
+    """The text of a page, with its tables as they are now."""
+    page, *parts = path.read_text(encoding="utf-8").split("<!-- table: ")
+    printed = tables()
+    end = "<!-- end of table -->"
+    for part in parts:
+        name, _, rest = part.partition(" -->")
+        page += f"<!-- table: {name} -->\n\n{printed[name]}\n\n{end}{rest.partition(end)[2]}"
+    return page
+
+
+def files():
+    """{path: text}: the pages with their tables, and the pictures."""
+    guide = FOLDER.parents[1] / "GUIDE.md"
+    pages = {page: filled(page) for page in (FOLDER / "RESULTS.md", guide)}
+    pictures = {
+        FOLDER / f"{draw.__name__}.svg": svg(draw) for draw in (comparisons, synthetic_tasks)
+    }
+    return pages | pictures
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        path.write_text(text, encoding="utf-8")
