@@ -2,7 +2,8 @@
 
     python data/lab/curve.py runs/NAME                           # one run, into runs/curve.png
     python data/lab/curve.py runs/NAME runs/OTHER --plot two.svg
-    python data/lab/curve.py runs/NAME runs/OTHER --labels GRPO Lopti
+    python data/lab/curve.py data/lab/results/readme_run.jsonl data/lab/results/readme_grpo.jsonl \\
+        --labels "AR + Lopti" GRPO --plot data/lab/results/readme_runs.svg
 
 RUN is the folder of a run, or a metrics file. The evaluations are read from the files of the same
 folder whose names end in evaluations.jsonl. If a line there names a run, it counts only for the

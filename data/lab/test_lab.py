@@ -22,6 +22,7 @@ import check_model
 import compare
 import curve
 import diagnose
+import matplotlib
 import numpy as np
 import pandas
 import torch
@@ -346,6 +347,17 @@ def test_curves_by_hand(tmp_path, monkeypatch, capsys):
     assert "first run" in text and "second run" in text
     curve.main([*words, "--plot", str(plot)])
     assert plot.read_text() == text
+
+
+def test_the_picture_of_the_readme_is_what_curve_draws(tmp_path):
+    results = HERE / "results"
+    on_record = (results / "readme_runs.svg").read_text(encoding="utf-8")
+    if f"Matplotlib v{matplotlib.__version__}," not in on_record:
+        pytest.skip("another version of matplotlib drew it")
+    words = [str(results / f"{name}.jsonl") for name in ("readme_run", "readme_grpo")]
+    plot = tmp_path / "plot.svg"
+    curve.main([*words, "--labels", "AR + Lopti", "GRPO", "--plot", str(plot)])
+    assert plot.read_text(encoding="utf-8") == on_record
 
 
 # check_model.py -----------------------------------------------------------------------------------
