@@ -99,7 +99,7 @@ def test_the_exercises_with_numbers():
 def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
     text = cell_that_begins("def port(").partition("\n\n\n")[0]
     for port in (text, text.replace("logprobs.detach()", "old")):
-        check_port.compare_tables(run(port, torch=torch)["port"])
+        lecture.compare_tables(run(port, torch=torch)["port"])
     lines = capsys.readouterr().out.splitlines()
     wrong = lines[: len(lines) // 2]
     assert {"GRPO: right", "AR: right", "Lopti: wrong from optimizer step 2 on"} <= set(wrong)
