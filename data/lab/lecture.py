@@ -41,10 +41,10 @@ BOXES = ["sample", "score", "ar", "split", "pass1", "pass2"]  # of README's pict
 
 
 def small_png(figure):
-    """A figure as png with 64 colours, which takes a quarter of the space in the notebook."""
+    """A figure as png with 256 colours, which takes a third of the space in the notebook."""
     picture = Image.open(io.BytesIO(print_figure(figure, "png"))).convert("RGB")
     stream = io.BytesIO()
-    picture.quantize(64, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
+    picture.quantize(256, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
     return stream.getvalue()
 
 

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import functools
+import io
 import json
 import math
 import os
@@ -237,6 +238,18 @@ def test_the_picture_of_changes():
     assert [label.get_color() for label in labels] == [
         lecture.COLORS[name] for name in ("low", "high")
     ]
+    lecture.plt.close("all")
+
+
+def test_small_pictures_keep_their_colours():
+    """Tokens of low probability stay orange and those of high probability blue."""
+    ratios = {"GRPO": torch.linspace(0.5, 2, 12)}
+    lecture.changes(["token"] * 12, torch.arange(12) / 12, ratios, "title")
+    small = lecture.small_png(lecture.plt.gcf())
+    exact = lecture.print_figure(lecture.plt.gcf(), "png")
+    assert len(small) < 0.6 * len(exact)
+    pictures = [lecture.Image.open(io.BytesIO(data)).convert("RGB") for data in (small, exact)]
+    assert lecture.numpy.abs(lecture.numpy.subtract(*pictures, dtype=int)).max() < 50
     lecture.plt.close("all")
 
 
