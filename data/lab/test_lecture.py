@@ -3,6 +3,7 @@
 import ast
 import doctest
 import functools
+import io
 import json
 import math
 import os
@@ -24,7 +25,9 @@ pytest.importorskip("IPython", reason="pip install -r data/lab/requirements.txt"
 
 import check_port
 import lecture
-from matplotlib.colors import to_hex
+import numpy
+from matplotlib.colors import to_hex, to_rgb
+from PIL import Image
 
 import lopti
 
@@ -99,7 +102,7 @@ def test_the_exercises_with_numbers():
 def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
     text = cell_that_begins("def port(").partition("\n\n\n")[0]
     for port in (text, text.replace("logprobs.detach()", "old")):
-        check_port.compare_tables(run(port, torch=torch)["port"])
+        lecture.compare_tables(run(port, torch=torch)["port"])
     lines = capsys.readouterr().out.splitlines()
     wrong = lines[: len(lines) // 2]
     assert {"GRPO: right", "AR: right", "Lopti: wrong from optimizer step 2 on"} <= set(wrong)
@@ -237,6 +240,28 @@ def test_the_picture_of_changes():
     assert [label.get_color() for label in labels] == [
         lecture.COLORS[name] for name in ("low", "high")
     ]
+    lecture.plt.close("all")
+
+
+def open_picture(data):
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def test_small_pictures_keep_their_colours():
+    """Tokens of low probability stay orange and those of high probability blue."""
+    table = torch.rand(5, 12, generator=torch.Generator().manual_seed(0)) / 10 + 0.93
+    table[:, -1] = 0.5
+    ratios = dict(zip("12345", table))  # most cells are pale, so that few colours are left for text
+    lecture.changes(["token"] * 12, torch.tensor([0.1, 0.55] * 6), ratios, "title")
+    small = lecture.small_png(lecture.plt.gcf())
+    exact = lecture.print_figure(lecture.plt.gcf(), "png")
+    assert len(small) < 0.6 * len(exact)
+    small, exact = (torch.tensor(numpy.asarray(open_picture(data))) for data in (small, exact))
+    for name in ("low", "high"):
+        color = torch.tensor([round(255 * part) for part in to_rgb(lecture.COLORS[name])])
+        is_this = (exact == color).all(2)
+        assert is_this.any()
+        assert (small[is_this].int() - color).abs().max() < 30
     lecture.plt.close("all")
 
 
