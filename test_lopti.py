@@ -24,6 +24,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import Mock
 
 import datasets
@@ -1147,6 +1148,11 @@ def test_a_prompt_that_the_model_cannot_read_is_refused():
     lopti.check_lengths(model, TOKENIZER, examples, 36)
     with pytest.raises(lopti.UserError, match="may have 41 tokens, but the model reads 40"):
         lopti.check_lengths(model, TOKENIZER, examples, 37)
+    changing = {"rope_type": "longrope", "original_max_position_embeddings": 39}
+    with mock.patch.object(model.config, "rope_parameters", changing):
+        lopti.check_lengths(model, TOKENIZER, examples, 35)
+        with pytest.raises(lopti.UserError, match="beyond 39 its positions change"):
+            lopti.check_lengths(model, TOKENIZER, examples, 36)
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_tokens(["<new>"])
     examples.append(example_of("Lily <new>", ""))
