@@ -119,6 +119,15 @@ def test_the_gradient_norm_is_that_of_autograd():
     assert doctest.testmod(lecture).failed == 0
 
 
+def test_the_distance_of_two_models():
+    """All parameters count together: 3² + 4² = 5²."""
+    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    for model, weight, bias in zip(models, (1.0, 4.0), (0.0, -4.0)):
+        torch.nn.init.constant_(model.weight, weight)
+        torch.nn.init.constant_(model.bias, bias)
+    assert lecture.distance(*models) == pytest.approx(5.0)
+
+
 def random_groups():
     """π, signal and squared norm of 30 groups of tokens; some signals are negative, not the sum."""
     generator = torch.Generator().manual_seed(0)
