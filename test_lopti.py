@@ -24,6 +24,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
+from unittest import mock
 from unittest.mock import Mock
 
 import datasets
@@ -1160,6 +1161,11 @@ def test_a_prompt_that_the_model_cannot_read_is_refused():
     lopti.check_lengths(model, TOKENIZER, examples, 36)
     with pytest.raises(lopti.UserError, match="may have 41 tokens, but the model reads 40"):
         lopti.check_lengths(model, TOKENIZER, examples, 37)
+    changing = {"rope_type": "longrope", "original_max_position_embeddings": 39}
+    with mock.patch.object(model.config, "rope_parameters", changing):
+        lopti.check_lengths(model, TOKENIZER, examples, 35)
+        with pytest.raises(lopti.UserError, match="beyond 39 its positions change"):
+            lopti.check_lengths(model, TOKENIZER, examples, 36)
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.add_tokens(["<new>"])
     examples.append(example_of("Lily <new>", ""))
@@ -1507,6 +1513,7 @@ f^{-1}(x) = x + 2 | x + 2
 \$4.5\text{ million} | 4500000 | 4.5 million | \$4,500,000
 3\text{ dozen} | 36 | 3 dozen
 \frac12\text{ million} | 500,000
+2\text{ trillion} | 2000 billion | 2,000,000 million | 20 hundred billion | 2000000000 thousand
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
 (1,2), (3,0.5) | (3,\frac12), (1,2)
@@ -1521,6 +1528,8 @@ x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
 2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
 e^{-x}, 2^{0.5} | e^-x, 2^0.5
 \log_2 8 | \log_28 | \log_{2}8
+\log 2 + \pi 3 | \log2+\pi3
+\operatorname{lcm}(a,b) | \text{lcm}(a, b)
 \sin^2 3x | \sin^23x | \sin^{2}3x
 x \le 3 \le y | x ≤ 3 \leq y | x \leqslant 3 \le y
 y \geq 3 \ge x | y≥3≥x | y \geqslant 3 \geq x
@@ -1532,7 +1541,7 @@ x \ne 5 | x \neq 5 | x ≠ 5 | x \not= 5
 \binom{4}{2} | \dbinom{4}{2}
 (1, 2) | \bigl( 1, 2 \bigr) | \Big(1,2\Big) | \color{blue}(1,2)
 12 | \large 12 | {\Large 12} | \boldsymbol{12} | \underline{12} | \color{red} 12 | \bf{12}
-12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \textcolor{red}{12}\text{ cm}
+12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \color{red}{12}\text{ cm}
 \frac{5}{1+2\sqrt{3}} | \mathbf{\frac{5}{1+2\sqrt{3}}} | \underline{\frac5{1+2\sqrt3}}
 \begin{pmatrix} 1 \\ 2 \end{pmatrix} | \begin{pmatrix}1\\2\end{pmatrix}
 """
@@ -1543,13 +1552,13 @@ DIFFERENT = r"""
 0 | x - y = 0 | x^3 - x = 0 | x != 0 | x \not= 0
 2^{10} | 2^{1}0 | 2^1 | 2^{-10} | 210
 0^{+} | 0 | 0^{-}
+Ca^{+2} | Ca^2
 4\text{ million} | 4 | 4 thousand | 40000 | 4 million million
 \$4\text{ million} | 4 | \$4
 3\text{ dozen eggs} | 3
 3\text{ and a half} | 3
 2\text{ thirds} | 2
 3\text{ hours and 20 minutes} | 3
-0.5\text{ percent} | 0.5
 \frac34 | 6/8 | \frac{1.5}{2} | -\frac34 | 3 | 34
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
 0.9666... | 0.9666 | 0.9666..
@@ -1711,7 +1720,7 @@ def test_a_reward_that_is_not_there(place):
 @pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "my_reward.py"])
 def test_how_a_reward_is_written(place):
     with pytest.raises(
-        rewards.UserError, match=f"{place} is no MODULE:FUNCTION: write my_reward:last"
+        rewards.UserError, match=f"{place} is no MODULE:FUNCTION, such as my_reward:last"
     ):
         rewards.load_function(place)
 
@@ -2115,6 +2124,13 @@ def test_no_later_turn_of_a_chat_is_lost():
     assert prompt == f"<user>system?\n\n{turns}"
     words = rewards.render_prompt(tokenizer_with(None), chat).split()
     assert words == [f"{role}?" for role in roles]
+
+
+def test_a_template_may_leave_out_blanks_at_the_ends_of_a_message(tmp_path):
+    source = write_rows(tmp_path / "a.jsonl", [chat(" 1 + 1?\n")])
+    tokenizer = tokenizer_with(TURNS.replace("turn.content", "turn.content | trim"))
+    (example,) = rewards.load_rows(source, make_settings(), tokenizer)
+    assert example.prompt == "<user>1 + 1?<assistant>"
 
 
 def test_a_chat_that_the_template_refuses_ends_in_one_sentence(tmp_path):

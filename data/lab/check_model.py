@@ -11,6 +11,9 @@ This program samples three responses with `lopti.sample`: one ends at once, one 
 prompt behind much padding, and one ends near --length. Then it computes their logits again with
 `lopti.token_logits`, and compares log π of every token of the vocabulary, in float32.
 
+Dynamic and longrope scaling change all positions of a row as soon as it is longer than the model's
+original length. Of such a model a response that crosses this length is compared as well.
+
 Exit code: 0 if all differences are at most 1e-2 nats, 1 if not, 2 if the model cannot be loaded.
 """
 
@@ -35,7 +38,7 @@ def largest_difference(model, tokenizer, length):
     Returns the largest absolute difference, in nats, and the number of tokens of the longest row,
     which is `length` or a little less.
     """
-    settings = lopti.Settings(max_new_tokens=lopti.STRETCH + 4)  # so that a second stretch begins
+    max_new_tokens = lopti.STRETCH + 4  # so that a second stretch begins
     end_ids = model.generation_config.eos_token_id
     drawn = [[], [], []]  # for each row, π of each token; row 0 ends at once and leaves the batch
     multinomial = torch.multinomial
@@ -53,17 +56,25 @@ def largest_difference(model, tokenizer, length):
         return ids
 
     long = SHORT
-    while len(tokenizer(long + SHORT).input_ids) <= length - settings.max_new_tokens:
+    while len(tokenizer(long + SHORT).input_ids) <= length - max_new_tokens:
         long += SHORT
     with torch.no_grad(), mock.patch("torch.multinomial", draw):
-        rollout = lopti.sample(model, tokenizer, [SHORT, SHORT, long], 1, 1.0, settings)
-        mask = rollout.response_mask
-        scored = lopti.token_logits(model, rollout.ids, mask, 1.0).softmax(1)
+        ids, mask, _, _ = lopti.sample(model, tokenizer, [SHORT, SHORT, long], 1.0, max_new_tokens)
+        scored = lopti.token_logits(model, ids, mask, 1.0).softmax(1)
     sampled = []
     for values, count in zip(drawn, mask.sum(1).tolist()):
         sampled += values[:count]  # HF draws for a row that has ended, too, until it leaves
     difference = torch.stack(sampled).clamp(min=SMALLEST).log() - scored.clamp(min=SMALLEST).log()
-    return float(difference.abs().max()), int(rollout.lengths.max())  # difference: (M, V)
+    return float(difference.abs().max()), ids.shape[1]  # difference: (M, V)
+
+
+def original_length(config):
+    """Returns the length of a row beyond which its positions change, or None if they never do."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *rope.values()):  # one for all layers, or one for each type of layer
+        if isinstance(each, dict) and each.get("rope_type") in ("dynamic", "longrope"):
+            return each.get("original_max_position_embeddings", config.max_position_embeddings)
+    return None
 
 
 def main(words=None):
@@ -82,19 +93,26 @@ def main(words=None):
         model, tokenizer = lopti.load_model(args.model, "auto")
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", -1)
-    has_limit = positions > 0  # XLNet's configuration has -1
-    length = min(args.length, positions) if has_limit else args.length
+    config = model.config.get_text_config()
+    original = original_length(config)
+    limit = original or getattr(config, "max_position_embeddings", None) or -1
+    lengths = [min(args.length, limit) if limit > 0 else args.length]  # XLNet's limit is -1
+    if original:
+        lengths.append(original + lopti.STRETCH // 2)  # the response crosses the original length
     ends = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
-    print(f"model type: {model.config.model_type}")
-    print(f"positions: {positions if has_limit else 'no limit is stated'}")
     print(f"tokens that end a response: {', '.join(ends)}")
-    worst, tokens = largest_difference(model, tokenizer, length)
-    print(f"longest row: {tokens} tokens")
-    print(f"largest difference in log π between sampling and training: {worst:.1e} nats")
-    is_right = worst <= TOLERANCE
-    print("π is right." if is_right else "π is wrong: do not train this model with lopti.py.")
-    return 0 if is_right else 1
+    are_right = []
+    for length in lengths:
+        difference, tokens = largest_difference(model, tokenizer, length)
+        print(f"rows of up to {tokens} tokens: log π differs by up to {difference:.1e} nats")
+        are_right.append(difference <= TOLERANCE)
+    if all(are_right):
+        print("π is right.")
+    elif are_right[0]:
+        print(f"π is wrong in rows of more than {original} tokens: train with shorter ones only.")
+    else:
+        print("π is wrong: do not train this model with lopti.py.")
+    return 0 if all(are_right) else 1
 
 
 if __name__ == "__main__":

@@ -5,16 +5,20 @@
 
 Each list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- belong to every
 list, but a list's own flags win. All lists are trained with the same seeds. Each run has a folder
-in --output, whose name is computed from its settings. If you stop the program, the same command
-continues, and no finished run is trained again. Weights of finished runs are deleted.
+in --output, without its weights, and beside it a file with what the run printed. The folder's name
+is computed from the settings: the same command trains no finished run again.
 
 Two accuracies of each run are compared. ± is half of a 95 % interval over seeds (Student's t).
 
 - training: the mean accuracy of the training steps, without the first step
 - held out: avg@k of all prompts in the last evaluation, or greedy accuracy with --eval-samples 0
+
+The plot is that of curve.py. Each curve and each point of it is a mean over seeds, and so are the
+ends of the intervals of an evaluation.
 """
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -25,7 +29,7 @@ import zlib
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import matplotlib.pyplot as plt
+import curve
 import pandas
 from scipy import stats
 
@@ -36,31 +40,29 @@ MEASURES = ["training", "held out"]
 
 
 def train(settings, output):
-    """Trains one run, or continues it, unless it has finished. Returns its folder."""
+    """Trains one run, unless it has finished, and deletes its weights. Returns its folder."""
     text = json.dumps(asdict(settings))
     folder = output / f"{zlib.crc32(text.encode()):08x}"  # the same however the flags are written
     evaluations = lopti.read_lines(folder / "evaluations.jsonl")
     if not evaluations or evaluations[-1]["step"] < settings.steps:
-        if (folder / "checkpoint.pt").exists():
-            settings = replace(settings, resume=str(folder))
-        else:
-            shutil.rmtree(folder, ignore_errors=True)  # a run without a checkpoint
-        lopti.train(replace(settings, output=str(folder)))
+        shutil.rmtree(folder, ignore_errors=True)  # a run that was stopped
+        output.mkdir(parents=True, exist_ok=True)
+        with open(f"{folder}.txt", "w") as file, contextlib.redirect_stdout(file):
+            lopti.train(replace(settings, output=str(folder), save_every=0))
         gc.collect()  # frees this model's GPU memory before the next run
     shutil.rmtree(folder / "final", ignore_errors=True)
-    (folder / "checkpoint.pt").unlink(missing_ok=True)
     return folder
 
 
-def accuracies(folder, settings):
-    """The two accuracies of a finished run."""
-    steps = lopti.read_lines(folder / "metrics.jsonl")
-    table = lopti.read_lines(folder / "evaluations.jsonl")[-1]["table"]
-    measure = f"avg@{settings.eval_samples}" if settings.eval_samples else "greedy"
-    return {
-        "training": pandas.Series([line["accuracy"] for line in steps[1:]], dtype=float).mean(),
-        "held out": table[measure]["all"][0],
-    }
+def accuracies(metrics, evaluations):
+    """Returns the two accuracies of a run as `curve.read_run` returns it."""
+    held_out = evaluations["mean"].iloc[-1]
+    return {"training": metrics["accuracy"].iloc[1:].mean(), "held out": held_out}
+
+
+def mean_over_seeds(runs):
+    """Returns the means of metrics and of evaluations, for `curve.draw`."""
+    return [pandas.concat(tables).groupby(level=0).mean() for tables in zip(*runs)]
 
 
 def paired_differences(runs):
@@ -79,24 +81,6 @@ def paired_differences(runs):
             row[f"{measure} ±"] = stats.t.ppf(0.975, len(accuracy) - 1) * differences.sem()
         rows[f"{flags} minus {base}"] = row
     return pandas.DataFrame.from_dict(rows, orient="index")
-
-
-def plot(path, differences):
-    """Saves a plot of the differences and their intervals. Its title says how many exclude 0."""
-    size = (10, 1.5 + 0.4 * len(differences))
-    figure, axes = plt.subplots(1, 2, sharex=True, sharey=True, figsize=size, layout="constrained")
-    excluding = 0
-    for axis, measure in zip(axes, MEASURES):
-        means = differences[measure]
-        halves = differences[f"{measure} ±"]
-        excluding += (means.abs() > halves).sum()
-        axis.errorbar(means, differences.index, xerr=halves, fmt="o", capsize=4)
-        axis.axvline(0, color="gray", linewidth=1)
-        axis.set_xlabel(f"difference in accuracy, {measure}")
-    axis.invert_yaxis()  # of both
-    figure.suptitle(f"95 % intervals that exclude 0: {excluding} of {2 * len(differences)}")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def main(words=None):
@@ -122,24 +106,32 @@ def main(words=None):
     if len(names) < 2 or len(names) > len(set(names)) or args.seeds < 1:
         parser.error("give two or more lists of flags, all different, and --seeds 1 or more")
     rows = []
+    runs = {name: [] for name in names}
     try:
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
         for seed in range(args.seeds):  # all methods with one seed, then the next seed
             for name, method in zip(names, methods):
-                print(f"\n{name}, seed {seed}", flush=True)
-                settings = replace(method, seed=seed, output="", resume="")
-                accuracy = accuracies(train(settings, args.output), settings)
+                print(f"{name}, seed {seed}", flush=True)
+                folder = train(replace(method, seed=seed, output=""), args.output)
+                run = curve.read_run(folder)
+                accuracy = accuracies(*run)
+                numbers = ", ".join(f"{key} {value:.3f}" for key, value in accuracy.items())
+                print(f"  {numbers}, in {folder}", flush=True)
                 rows.append({"flags": name, "seed": seed, **accuracy})
+                runs[name].append(run)
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
-    runs = pandas.DataFrame(rows)
-    differences = paired_differences(runs)
+    table = pandas.DataFrame(rows)
     print("\nAccuracy, averaged over seeds")
-    print(runs.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
+    print(table.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
     print("\nMean difference between runs with the same seed; ± is half of a 95 % interval")
+    differences = paired_differences(table)
     print(differences.round(3).to_string())
-    plot(args.output / "differences.png", differences)
-    print(f"\nThe plot is in {args.output / 'differences.png'}.")
+    if differences.isna().any(axis=None):
+        print("NaN is not defined: training leaves out the first step, and ± needs two seeds.")
+    plot = args.output / "curves.png"
+    curve.draw(plot, {name: mean_over_seeds(of_name) for name, of_name in runs.items()})
+    print(f"\nThe plot is in {plot}.")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,29 @@
-"""The pictures and checks of notebook.ipynb, so that its cells stay short."""
+"""The pictures of notebook.ipynb, and what else keeps its cells short."""
 
 import inspect
+import io
 import math
 import sys
 import textwrap
 from pathlib import Path
 
 LAB = Path(__file__).resolve().parent
-sys.path.insert(0, str(LAB.parents[1]))
+sys.path[:0] = [str(LAB.parents[1]), str(LAB.parent / "ports")]
 
+import check_port
 import matplotlib.pyplot as plt
+import numpy
 import torch
+from IPython import get_ipython
+from IPython.core.pylabtools import print_figure
 from IPython.display import SVG, Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
+from PIL import Image
 from results import COLORS
+from scipy import stats
 from torch.nn.functional import one_hot
 
-from lopti import Settings, policy_loss, reweight_advantages
+from lopti import policy_loss, reweight_advantages
 
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
 plt.rcParams |= {
@@ -31,6 +38,18 @@ plt.rcParams |= {
     "figure.dpi": 80,
 }
 BOXES = ["sample", "score", "ar", "split", "pass1", "pass2"]  # of README's picture
+
+
+def small_png(figure):
+    """A figure as png with 256 colours, which takes a third of the space in the notebook."""
+    picture = Image.open(io.BytesIO(print_figure(figure, "png"))).convert("RGB")
+    stream = io.BytesIO()
+    picture.quantize(256, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
+    return stream.getvalue()
+
+
+if get_ipython():  # in a notebook
+    get_ipython().display_formatter.formatters["image/png"].for_type(plt.Figure, small_png)
 
 # What the cells show ------------------------------------------------------------------------------
 
@@ -61,23 +80,6 @@ def source(function, first, last):
 # What the cells compute ---------------------------------------------------------------------------
 
 
-def loss(logprobs, old_logprobs, advantages):
-    """The loss of Eq. 1 with the paper's clip, without the KL, summed over the tokens (N = 1)."""
-    settings = Settings()
-    value, _ = policy_loss(
-        logprobs,
-        old_logprobs,
-        advantages,
-        normalizer=1,
-        ref_logprobs=None,
-        clip_low=settings.clip_low,
-        clip_high=settings.clip_high,
-        clip_dual=settings.clip_dual,
-        kl_coef=0.0,
-    )
-    return value
-
-
 def gradient_norm(logits, ids):
     """The norm of the gradient of each token's log π with respect to the logits.
 
@@ -90,6 +92,14 @@ def gradient_norm(logits, ids):
     """
     probabilities = logits.softmax(-1)
     return (one_hot(ids, logits.shape[-1]) - probabilities).norm(dim=-1)
+
+
+def distance(model, other):
+    """The norm of the difference between the weights of two models."""
+    squares = 0.0
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        squares += float((ours - theirs).detach().square().sum())
+    return math.sqrt(squares)
 
 
 def gain_of_step(pi, signal, squared_norm, alpha):
@@ -108,6 +118,137 @@ def gain_of_step(pi, signal, squared_norm, alpha):
     along = (signal * weights).sum() / signal.sum()
     norm = ((squared_norm * weights**2).sum() / squared_norm.sum()).sqrt()
     return along / norm
+
+
+def compare_tables(port):
+    """Prints for each update of golden.json from which optimizer step on a port is wrong.
+
+    It is level 2 of check_port.py, but does not name the mistake.
+    """
+    for case in check_port.GOLDEN["rollouts"]:
+        right = [check_port.float64(step["table"]) for step in case["steps"]]
+        first_wrong = check_port.first_wrong(port(case), right)
+        state = "right"
+        if first_wrong < math.inf:
+            state = f"wrong from optimizer step {first_wrong + 1} on"
+        print(f"{case['name']}: {state}")
+
+
+# The experiment of section 10 ---------------------------------------------------------------------
+
+REWARD_TOKENS = 4
+NOISE_TOKENS = 200
+
+
+class SmallPolicies:
+    """Twenty policies without a prompt, one for each seed; T = 204 tokens, V words.
+
+    A reward token is word 0, which is right, with `pi_of_right`, and word 1 otherwise. A noise
+    token is each of V = 1 / `pi_of_noise` words with this probability. Training changes the logits
+    of a policy: with `shared` by one small network for all tokens, whose input says which token it
+    is, and otherwise by a table, in which each token has parameters of its own.
+    """
+
+    def __init__(self, pi_of_right, pi_of_noise, shared, seeds=20):
+        words = round(1 / pi_of_noise)
+        self.start = torch.full((REWARD_TOKENS + NOISE_TOKENS, words), -math.inf)  # logits, (T, V)
+        self.start[:REWARD_TOKENS, :2] = torch.tensor([pi_of_right, 1 - pi_of_right]).log()
+        self.start[REWARD_TOKENS:] = -math.log(words)
+        self.seeds = seeds
+        self.places = None
+        self.weights = [torch.zeros(seeds, len(self.start), words)]
+        if shared:
+            self.places = torch.randn(seeds, len(self.start), 16)
+            self.weights = [torch.randn(seeds, 16, 16) / 4, torch.zeros(seeds, 16, words)]
+        for tensor in self.weights:
+            tensor.requires_grad_()
+
+    def log_pi(self):
+        """log π of each word: (seeds, T, V)."""
+        change = self.weights[-1]
+        if self.places is not None:
+            change = (self.places @ self.weights[0]).tanh() @ change
+        return (self.start + change).log_softmax(2)
+
+    def logprobs(self, words):
+        """log π of these words: (B, T) → (B, T), with the responses of a seed side by side."""
+        words = words.view(self.seeds, -1, len(self.start))  # (seeds, responses, T)
+        log_pi = self.log_pi().transpose(1, 2)  # (seeds, V, T)
+        return log_pi.gather(1, words).view(-1, len(self.start))
+
+    @torch.no_grad()
+    def sample(self, count):
+        """Samples `count` responses of each policy. Returns their words and log π: (B, T) each."""
+        pi = self.log_pi().exp().flatten(0, 1)  # (seeds · T, V)
+        words = pi.multinomial(count, replacement=True).view(self.seeds, -1, count)
+        words = words.transpose(1, 2).flatten(0, 1)
+        return words, self.logprobs(words)
+
+    @torch.no_grad()
+    def kl_and_accuracy(self):
+        """The KL of a response to the first policy, and the mean π of a right word: (2, seeds)."""
+        log_pi = self.log_pi()
+        kl = (log_pi.exp() * (log_pi - self.start)).nan_to_num().sum((1, 2))
+        return torch.stack([kl, log_pi[:, :REWARD_TOKENS, 0].exp().mean(1)])
+
+
+def count_right(words):
+    """The reward of each response, the number of right reward tokens: (B, T) → (B,)."""
+    return (words[:, :REWARD_TOKENS] == 0).sum(1).float()
+
+
+class NormedDescent:
+    """Gradient descent whose steps all have one norm, those of each seed for themselves."""
+
+    def __init__(self, weights, norm):
+        self.weights = weights
+        self.norm = norm
+
+    def zero_grad(self):
+        for tensor in self.weights:
+            tensor.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        squares = [tensor.grad.square().sum((1, 2), keepdim=True) for tensor in self.weights]
+        norm = sum(squares).sqrt()  # (seeds, 1, 1)
+        for tensor in self.weights:
+            tensor -= self.norm * tensor.grad / norm.clamp(min=1e-12)  # no step without a gradient
+
+
+def accuracy_at(path, kl):
+    """The accuracy of each seed where it first reaches these KLs (K,): (seeds, K)."""
+    rows = []
+    for seed in range(path.shape[2]):
+        reached = numpy.maximum.accumulate(path[:, 0, seed])
+        is_new = numpy.diff(reached, prepend=-1) > 0
+        rows.append(numpy.interp(kl, reached[is_new], path[is_new, 1, seed]))
+    return numpy.array(rows)
+
+
+def ahead_of_grpo(paths, most=1.0):
+    """How far methods are ahead of GRPO at equal KL: KLs (K,), and {method: (means, halves)}.
+
+    `paths` has a tensor (steps, 2, seeds) for each method. The KLs go up to `most`, or less where
+    a run does not come so far. A half is that of the 95 % interval over the seeds.
+    """
+    last = min(float(path[:, 0].amax(0).min()) for path in paths.values())
+    kl = numpy.linspace(0, min(last, most), 101)
+    of_grpo = accuracy_at(paths["GRPO"].numpy(), kl)
+    ahead = {}
+    for method, path in paths.items():
+        difference = accuracy_at(path.numpy(), kl) - of_grpo
+        count = len(difference)
+        half = stats.t.ppf(0.975, count - 1) * difference.std(0, ddof=1) / math.sqrt(count)
+        ahead[method] = (difference.mean(0), half)
+    return kl, ahead
+
+
+def standing(means, halves):
+    """Where a method stands at the last KL, in words, such as "0.034 ahead of GRPO"."""
+    if abs(means[-1]) <= halves[-1]:
+        return "level with GRPO"
+    return f"{abs(means[-1]):.3f} {'ahead of' if means[-1] > 0 else 'behind'} GRPO"
 
 
 # Pictures -----------------------------------------------------------------------------------------
@@ -203,14 +344,29 @@ def curves(lines, title, xlabel, ylabel, letters=()):
     return axis
 
 
+def draw_ahead(panels, title):
+    """Draws what `ahead_of_grpo` returns, {name of a panel: (KLs, {method: (means, halves)})}."""
+    _, axes = plt.subplots(1, len(panels), figsize=(12, 4.6), sharey=True, squeeze=False)
+    for axis, (name, (kl, ahead)) in zip(axes[0], panels.items()):
+        for method, (means, halves) in ahead.items():
+            color = COLORS["AR, α = 1" if method == "AR" else method]
+            axis.plot(kl, means, color=color, label=method)
+            axis.fill_between(kl, means - halves, means + halves, color=color, alpha=0.2)
+        axis.set_title(name, fontsize=15)
+        axis.set_xlabel("KL to the policy at the start")
+    axes[0, 0].set_ylabel("accuracy, minus GRPO's\nat the same KL")
+    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    plt.suptitle(title, x=0.01, ha="left", fontsize=17)
+
+
 def clip_cases(letters):
     """Draws where the loss of Eq. 1 has a gradient; letters: {name: (ratio, Â)} to mark."""
     ratio = torch.logspace(-0.8, 1.3, 4000)
     _, axis = plt.subplots(figsize=(12, 3.2))
     for place, advantage in enumerate((-1.0, 1.0)):
         logprobs = ratio.log().requires_grad_()
-        value = loss(logprobs, torch.zeros(4000), torch.full((4000,), advantage))
-        (slope,) = torch.autograd.grad(value, logprobs)
+        losses = policy_loss(logprobs, torch.zeros(4000), torch.full((4000,), advantage))
+        (slope,) = torch.autograd.grad(losses.sum(), logprobs)
         axis.fill_between(ratio, place - 0.3, place + 0.3, color="#DDDDDD")
         dark = {"where": slope != 0, "color": "#777777"}
         axis.fill_between(ratio, place - 0.3, place + 0.3, **dark)

@@ -1,8 +1,12 @@
-"""Tests of diagnose.py, compare.py and check_model.py: python -m pytest -q data/lab/test_lab.py"""
+"""Tests of the programs of this folder: python -m pytest -q data/lab/test_lab.py
+
+They are diagnose.py, curve.py, compare.py and check_model.py.
+"""
 
 import copy
 import doctest
-import shutil
+import os
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -16,10 +20,13 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 import check_model
 import compare
+import curve
 import diagnose
+import matplotlib
 import numpy as np
 import pandas
 import torch
+from transformers import AutoModelForCausalLM
 
 import lopti
 
@@ -41,12 +48,13 @@ def unequal_rewards(monkeypatch):
 def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     """`measure` returns norms of ∇ Σ Â·log π / N, the gradient of Eq. 1 at π_old, over all weights.
 
-    No weight moves. Flags of a method that makes several passes do not change what is measured.
+    Â is that of Eq. 4: rewards of 0 and 3 in turns give ∓ 1.5 / 1.732. No weight moves. Flags of a
+    method that makes several passes do not change what is measured.
     """
     update = mock.Mock(wraps=lopti.update)
     monkeypatch.setattr(lopti, "update", update)
     passes = ["--eta", "0.5", "--order", "high-low", "--passes", "2", "--max-grad-norm", "0.1"]
-    settings = lopti.parse_arguments([*SMALL, *passes])
+    settings = lopti.parse_arguments([*SMALL, *passes, "--alpha", "0.3"])
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
     untouched = copy.deepcopy(policy)
     examples, _ = lopti.load_data(settings, tokenizer)
@@ -54,17 +62,19 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     weights = list(untouched.parameters())
     assert all(map(torch.equal, weights, policy.parameters()))
     rollout = update.call_args.args[2]
-    mask = rollout.response_mask
+    mask = rollout.mask
     pi = rollout.old_logprobs.exp()
     masks = [mask & (pi < 0.25), mask & (pi >= 0.25) & (pi < 0.5), mask & (pi >= 0.5) & (pi < 0.75)]
     masks += [mask & (pi >= 0.75), mask]
     assert tokens[0].tolist() == [part.sum() for part in masks[:4]]
+    signs = torch.tensor([-1.0, 1.0] * 4)[:, None]
+    advantages = (0.3 * pi + 0.7) * signs * 3**0.5 / 2
     by_hand = []  # of two mini-batches
     for rows in (slice(0, 4), slice(4, 8)):
         ids = rollout.ids[rows]
         logits = untouched(ids).logits[:, :-1] / 2  # the temperature
         logprobs = logits.log_softmax(2).gather(2, ids[:, 1:, None])[..., 0]
-        terms = rollout.advantages[rows, 1:] * logprobs / mask[rows].sum()
+        terms = advantages[rows, 1:] * logprobs / mask[rows].sum()
         by_hand.append([])
         for part in masks:
             gradient = torch.autograd.grad(terms[part[rows, 1:]].sum(), weights, retain_graph=True)
@@ -72,23 +82,35 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     assert norms[0] == pytest.approx(np.mean(by_hand, 0), rel=1e-3)
 
 
+def test_each_response_token_is_in_one_bin():
+    """A token whose π is 1 is in the last bin, and a token of the prompt is in none."""
+    pi = torch.tensor([[0.0, 0.2, 0.3, 0.6, 0.8, 1.0, 0.0]])
+    mask = torch.tensor([[True] * 6 + [False]])
+    found = diagnose.masks_of_bins(pi.log(), mask)
+    places = [part.nonzero()[:, 1].tolist() for part in found]
+    assert places == [[0, 1], [2], [3], [4, 5]]
+
+
 def test_table_of_diagnose_by_hand():
     """The table and the sentences have the ratios and 95 % intervals that a hand computes.
 
-    There are two batches, and t of one degree of freedom is 12.706. The norm of π < 0.25 is 8/4 = 2
-    of that of all tokens, with 5 - 2·2.5 = 0 and 3 - 2·1.5 = 0. It is 8/2 = 4 times that of
-    π ≥ 0.75, with 5 - 4·1 = 1 and 3 - 4·1 = -1: s/√2 is 1, and half of the interval is 12.706.
+    There are two batches, and t of one degree of freedom is 12.706. The share of π < 0.25 is
+    120/300 = 0.4, with 20 - 0.4·100 = -20 and 100 - 0.4·200 = 20: s/√2 is 20, and half of the
+    interval is 12.706·20/150. The norm of π < 0.25 is 8/4 = 2 of that of all tokens, with
+    5 - 2·2.5 = 0 and 3 - 2·1.5 = 0. It is 8/2 = 4 times that of π ≥ 0.75, with 5 - 4·1 = 1 and
+    3 - 4·1 = -1: s/√2 is 1, and half of the interval is 12.706.
     """
-    tokens = np.array([[20, 10, 10, 60], [20, 10, 10, 60]])
+    tokens = np.array([[20, 10, 10, 60], [100, 20, 20, 60]])
     norms = np.array([[5.0, 1.0, 1.0, 1.0, 2.5], [3.0, 1.0, 1.0, 1.0, 1.5]])
     table = diagnose.summarize(tokens, norms)
     shares, relative = (table[name] for name in diagnose.PAPER)
-    assert shares["measured"].tolist() == [0.2, 0.1, 0.1, 0.6]
+    assert shares["measured"].tolist() == [0.4, 0.1, 0.1, 0.4]
+    assert shares.loc["π < 0.25", "±"] == pytest.approx(12.706 * 20 / 150, rel=1e-4)
     assert list(relative.loc["π < 0.25"]) == pytest.approx([2.0, 0.0, 0.88])
     assert list(relative.loc["π ≥ 0.75"]) == pytest.approx([0.5, 12.706 / 8, 0.18], abs=1e-4)
     assert not doctest.testmod(diagnose).failed
     text = diagnose.message(tokens, norms)
-    assert text.startswith("20 % of the tokens have π < 0.25.\n")
+    assert text.startswith("40 % of the tokens have π < 0.25.\n")
     assert text.endswith("4.0 ± 12.7 times as large as that of π ≥ 0.75 (not significant).")
     for times in (4.0, 0.5):  # both differ from 1 by more than ± 0
         norms[:, 0] = times
@@ -96,18 +118,25 @@ def test_table_of_diagnose_by_hand():
         assert text.endswith(f"{times} ± 0.0 times as large as that of π ≥ 0.75.")
 
 
-def test_diagnose_from_flags_to_plot(monkeypatch, tmp_path, unequal_rewards, capsys):
-    """The program prints the table and what it does not show, and saves the plot in a new folder.
+def test_diagnose_from_flags_to_table(monkeypatch, unequal_rewards, capsys):
+    """The program prints the table and what it does not show.
 
-    It ends in one sentence where a norm is 0, which has no ratio.
+    Before that it prints a line for each batch, and the last one has the numbers of the table. It
+    ends in one sentence where a norm is 0, which has no ratio.
     """
-    words = [*SMALL, "--batches", "2", "--plot", str(tmp_path / "new" / "plot.png")]
+    words = [*SMALL, "--batches", "2"]
     diagnose.main([*words, "--alpha", "0.3"])
     printed = capsys.readouterr().out
     assert "nan" not in printed
+    first, last = [line for line in printed.splitlines() if line.startswith("batch ")]
+    assert first.startswith("batch 1 of 2: share of the tokens 0.")
+    table = [line.split() for line in printed.splitlines() if line.startswith(("π", "0."))]
+    shares = " ".join(words[-6] for words in table)
+    norms = " ".join(words[-3] for words in table)
+    assert last == f"batch 2 of 2: share of the tokens {shares}, gradient norm {norms}"
+    assert first.partition(":")[2] != last.partition(":")[2]
     assert "In the paper it is 4.9 times." in printed
     assert "This does not say whether a method helps" in printed
-    assert (tmp_path / "new" / "plot.png").stat().st_size > 10_000
     monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((2, 4)), np.zeros((2, 5))))
     with pytest.raises(SystemExit, match="2"):
         diagnose.main(words)
@@ -140,19 +169,18 @@ def test_differences_by_hand():
 def trained(monkeypatch, tmp_path):
     """In place of lopti.train: it writes a run's files, and what no one should read is above 1.
 
-    Accuracies of the run are 0.2 and 0.4 + η in training, and 0.5 + α held out.
+    Accuracies of the run are 0.2 + 0.2·seed and 0.4 + η in training, and 0.5 + α held out.
     """
     asked = []
 
     def train(settings):
         asked.append(settings)
         folder = Path(settings.output)
-        assert folder.exists() == bool(settings.resume)
-        shutil.rmtree(folder, ignore_errors=True)
-        (folder / "final").mkdir(parents=True)
-        (folder / "checkpoint.pt").write_text("weights")
-        for accuracy in (9.0, 0.2, 0.4 + settings.eta):
-            lopti.add_line(folder / "metrics.jsonl", {"accuracy": accuracy})
+        (folder / "final").mkdir(parents=True)  # as lopti.py, it refuses a folder that exists
+        print("the report of a run")
+        for step, accuracy in enumerate((9.0, 0.2 + 0.2 * settings.seed, 0.4 + settings.eta), 1):
+            line = dict.fromkeys(curve.PANELS.values(), 9.0)
+            lopti.add_line(folder / "metrics.jsonl", line | {"step": step, "accuracy": accuracy})
         for step, value in ((0, 9.0), (3, 0.5 + settings.alpha)):
             table = {"greedy": {"2": [7.0, 0, 1], "all": [value, 0, 1]}}
             if settings.eval_samples:
@@ -165,53 +193,171 @@ def trained(monkeypatch, tmp_path):
     return asked
 
 
-def test_compare_trains_and_continues(trained, tmp_path, capsys):
+def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     """Every list is trained with every seed, and a list's own flags win over those of all lists.
 
-    The same command prints the same again; it continues a run that was stopped, and trains only a
-    run that has no checkpoint from its beginning. No weights are left.
+    The reports of the runs do not stand between the accuracies, and no weights are left. The same
+    command prints the same again, in another process, too, and trains only what was stopped.
     """
     lists = ["", "--eta 0.5 --eval-samples 0", "--alpha 0.3"]
     words = ["--seeds", "2", *lists, "--", "--steps", "3", "--eval-samples", "2"]
     compare.main(words)
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.splitlines()]
-    assert ["GRPO", "0.30", "0.5"] in lines
-    assert [*lists[1].split(), "0.55", "0.5"] in lines
+    assert ["GRPO", "0.35", "0.5"] in lines
+    assert [*lists[1].split(), "0.60", "0.5"] in lines
     difference = f"{lists[2]} minus {lists[1]} 2 -0.25 0.0 0.3 0.0"
     assert difference.split() in lines
+    assert lines[:2] == [
+        ["GRPO,", "seed", "0"],
+        ["training", "0.300,", "held", "out", "0.500,", "in", trained[0].output],
+    ]
+    assert "report" not in printed and "NaN" not in printed
     expected = []
     for seed in (0, 1):
         expected += [(seed, 0, 0, 2), (seed, 0.5, 0, 0), (seed, 0, 0.3, 2)]
     assert [(one.seed, one.eta, one.alpha, one.eval_samples) for one in trained] == expected
-    assert {one.steps for one in trained} == {3}
-    assert not [path for path in tmp_path.rglob("*") if path.name in ("final", "checkpoint.pt")]
-    stopped = Path(trained[1].output)
-    (stopped / "evaluations.jsonl").write_text('{"step": 0}\n{"step": 3, "tab')  # cut by a kill
-    (stopped / "checkpoint.pt").write_text("weights")
-    without_checkpoint = Path(trained[2].output)
-    (without_checkpoint / "evaluations.jsonl").unlink()
+    assert {(one.steps, one.save_every) for one in trained} == {(3, 0)}
+    folders = [Path(one.output) for one in trained]
+    for folder in folders:
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "evaluations.jsonl",
+            "metrics.jsonl",
+        ]
+        assert Path(f"{folder}.txt").read_text() == "the report of a run\n"
+    code = "import sys, compare, lopti; lopti.train = None; compare.main(sys.argv[1:])"
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    again = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        env=os.environ | {"PYTHONPATH": paths, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert again.stdout == printed
+    (folders[1] / "evaluations.jsonl").write_text('{"step": 0}\n{"step": 3, "tab')  # by a kill
+    (folders[2] / "evaluations.jsonl").unlink()
     compare.main(words)
     assert capsys.readouterr().out == printed
-    assert [Path(one.output) for one in trained[6:]] == [stopped, without_checkpoint]
-    assert [one.resume for one in trained[6:]] == [str(stopped), ""]
+    assert [Path(one.output) for one in trained[6:]] == folders[1:3]
+
+
+def test_compare_says_why_a_number_is_missing_and_draws_means(trained, monkeypatch, capsys):
+    """One seed has no interval. Each list of flags gets one curve, the mean over the seeds."""
+    drawn = []
+    monkeypatch.setattr(curve, "draw", lambda path, runs: drawn.append((path, runs)))
+    compare.main(["--seeds", "1", "", "--eta 0.5"])
+    assert "NaN is not defined: training leaves out the first step" in capsys.readouterr().out
+    compare.main(["--seeds", "2", "", "--eta 0.5"])
+    path, runs = drawn[1]
+    assert path == Path("runs/compare/curves.png")
+    assert list(runs) == ["GRPO", "--eta 0.5"]
+    metrics, evaluations = runs["--eta 0.5"]
+    assert dict(metrics["accuracy"]) == pytest.approx({1: 9.0, 2: 0.3, 3: 0.9})
+    assert dict(evaluations["mean"]) == {0: 9.0, 3: 0.5}
 
 
 def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
     """What a user gets wrong ends in one sentence and exit code 2, and nothing is trained."""
+    record = str(HERE / "results" / "readme_run.jsonl")
     for program, words, sentence in (
         (compare, ["--seeds", "1", "", ""], "all different"),
         (compare, ["--seeds", "0", "", "--stapo"], "--seeds 1 or more"),
-        (compare, ["--seeds", "1", "", "--eta 7"], "must lie between"),
+        (compare, ["--seeds", "1", "", "--eta 7"], "--eta must be from 0 to 1, not 7"),
         (compare, ["--seeds", "1", "", "--tabel"], "unrecognized arguments: --tabel"),
         (diagnose, ["--batches", "1"], "--batches must be 2 or more"),
         (diagnose, ["--group-size", "1"], "--group-size must be at least 2"),
+        (diagnose, ["--resume", "runs/one"], "unrecognized arguments: --resume"),
         (check_model, [str(tmp_path)], "cannot load --model"),
+        (curve, [str(tmp_path)], "has no line of a training step"),
+        (curve, [record, record], "a different one for each run"),
+        (curve, [record, "--labels", "A", "B"], "a different one for each run"),
+        (curve, [record, "--plot", str(tmp_path / "plot.doc")], "doc"),
     ):
         with pytest.raises(SystemExit, match="2"):
             program.main(words)
         assert sentence in capsys.readouterr().err
     assert not trained and not any(tmp_path.iterdir())
+
+
+# curve.py -----------------------------------------------------------------------------------------
+
+
+def write_run(folder, metrics="metrics", evaluations="evaluations", run=None):
+    """Writes a run of six steps with the accuracies 0, 0, 0, 0, 0.5, 1, and two evaluations."""
+    for step, accuracy in enumerate((0.0, 0.0, 0.0, 0.0, 0.5, 1.0), 1):
+        line = dict.fromkeys(curve.PANELS.values(), 0.1 * step)
+        lopti.add_line(folder / f"{metrics}.jsonl", line | {"step": step, "accuracy": accuracy})
+    for step, mean in ((0, 0.2), (6, 0.8)):
+        table = {"greedy": {"2": [0.9, 0.9, 0.9], "all": [mean, mean - 0.1, mean + 0.2]}}
+        line = {"step": step, "table": table}
+        if run:
+            table["avg@2"] = {"all": [mean / 2, 0.0, 1.0]}
+            line["run"] = run
+        lopti.add_line(folder / f"{evaluations}.jsonl", line)
+
+
+def test_runs_are_read_from_folders_and_from_files(tmp_path):
+    """An evaluation belongs to the metrics file that it names; avg@k goes before greedy."""
+    write_run(tmp_path)
+    metrics, evaluations = curve.read_run(tmp_path)
+    assert list(metrics["accuracy"]) == [0, 0, 0, 0, 0.5, 1]
+    assert list(metrics.index) == [1, 2, 3, 4, 5, 6]
+    assert evaluations.loc[6].tolist() == pytest.approx([0.8, 0.7, 1.0])
+    (tmp_path / "several").mkdir()
+    for name in ("one", "two"):
+        write_run(tmp_path / "several", name, "their_evaluations", run=name)
+    lopti.add_line(
+        tmp_path / "several" / "their_evaluations.jsonl",
+        {"run": "two", "step": 7, "table": {"greedy": {"all": [0.1, 0.0, 0.2]}}},
+    )
+    _, of_one = curve.read_run(tmp_path / "several" / "one.jsonl")
+    _, of_two = curve.read_run(tmp_path / "several" / "two.jsonl")
+    assert dict(of_one["mean"]) == {0: 0.1, 6: 0.4}
+    assert dict(of_two["mean"]) == {0: 0.1, 6: 0.4, 7: 0.1}
+
+
+def test_curves_by_hand(tmp_path, monkeypatch, capsys):
+    """A mean of five steps stands at the third; evaluations have their own intervals.
+
+    Each run has its colour, and a file of svg is the same each time.
+    """
+    monkeypatch.setattr(curve.plt, "close", lambda figure: None)  # so that it can be looked at
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name)
+    words = [str(tmp_path / "one"), str(tmp_path / "two"), "--labels", "first run", "second run"]
+    plot = tmp_path / "new" / "plot.svg"
+    curve.main([*words, "--plot", str(plot)])
+    assert capsys.readouterr().out == f"The plot is in {plot}.\n"
+    figure = curve.plt.gcf()
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert [title for title in titles if title] == list(curve.PANELS)
+    accuracy = figure.axes[1]
+    thin, thick, *_ = accuracy.lines
+    assert list(thin.get_ydata()) == [0, 0, 0, 0, 0.5, 1]
+    means = dict(zip(thick.get_xdata(), thick.get_ydata()))
+    assert means[3] == pytest.approx(0.1) and means[4] == pytest.approx(0.3)
+    assert np.isnan(means[2]) and np.isnan(means[5])
+    intervals = accuracy.collections[0].get_segments()
+    assert intervals[1][:, 1].tolist() == pytest.approx([0.7, 1.0])
+    colors = {line.get_color() for line in figure.axes[0].lines}
+    assert len(colors) == 2
+    text = plot.read_text()
+    assert "first run" in text and "second run" in text
+    curve.main([*words, "--plot", str(plot)])
+    assert plot.read_text() == text
+
+
+def test_the_picture_of_the_readme_is_what_curve_draws(tmp_path):
+    results = HERE / "results"
+    on_record = (results / "readme_runs.svg").read_text(encoding="utf-8")
+    if f"Matplotlib v{matplotlib.__version__}," not in on_record:
+        pytest.skip("another version of matplotlib drew it")
+    words = [str(results / f"{name}.jsonl") for name in ("readme_run", "readme_grpo")]
+    plot = tmp_path / "plot.svg"
+    curve.main([*words, "--labels", "AR + Lopti", "GRPO", "--plot", str(plot)])
+    assert plot.read_text(encoding="utf-8") == on_record
 
 
 # check_model.py -----------------------------------------------------------------------------------
@@ -225,27 +371,72 @@ def model(monkeypatch):
     return model
 
 
+def rows_and_differences(printed):
+    """Reads the length of the longest row and the largest difference, once for each length."""
+    found = []
+    for line in printed.splitlines():
+        if line.startswith("rows of up to"):
+            words = line.split()
+            found.append((int(words[4]), float(words[-2])))
+    return found
+
+
 def test_check_model_reads_rows_of_the_length_that_is_asked_for(model, capsys):
     """A right model is found right; rows are as long as --length and the model's positions allow.
 
-    Where a model has -1 positions, as XLNet, there is no limit.
+    Where a model has -1 positions, as XLNet, there is no limit. That the model would end each
+    response at once makes no row shorter.
     """
-    for positions, length, longest, limit in (
-        (2048, 656, 656, "2048"),
-        (100, 656, 100, "100"),
-        (-1, 130, 130, "no limit is stated"),
+
+    def prefer_end(model, inputs, output):
+        output.logits[..., model.generation_config.eos_token_id] += 20
+
+    model.register_forward_hook(prefer_end)
+    for positions, length, longest in (
+        (2048, 656, 656),
+        (100, 656, 100),
+        (-1, 130, 130),
     ):
         model.config.max_position_embeddings = positions
         assert check_model.main([TINY, "--length", str(length)]) == 0
-        lines = capsys.readouterr().out.splitlines()
-        tokens = int(lines[3].removeprefix("longest row: ").removesuffix(" tokens"))
+        printed = capsys.readouterr().out
+        [(tokens, difference)] = rows_and_differences(printed)
         assert longest - 14 < tokens <= longest  # a prompt grows by 14 tokens at a time
-        assert lines[:3] == [
-            "model type: llama",
-            f"positions: {limit}",
-            "tokens that end a response: <|end|>",
-        ]
-        assert lines[-1] == "π is right."
+        assert difference < 1e-3
+        assert printed.startswith("tokens that end a response: <|end|>\n")
+        assert printed.endswith("π is right.\n")
+
+
+def test_check_model_crosses_the_original_length(monkeypatch, capsys):
+    """A model whose positions change beyond 100 tokens is right up to there, and wrong beyond.
+
+    yarn scales positions, too, but once for all lengths.
+    """
+    _, tokenizer = lopti.load_model(TINY, "cpu")
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
+    original = {"original_max_position_embeddings": 100, "factor": 4.0}
+    for positions, code, rope in (
+        (100, 1, {"rope_type": "dynamic", "factor": 4.0}),
+        (400, 1, {"rope_type": "longrope"} | original | factors),
+        (400, 0, {"rope_type": "yarn"} | original),
+    ):
+        model = AutoModelForCausalLM.from_pretrained(
+            TINY, max_position_embeddings=positions, rope_parameters={"rope_theta": 1e3} | rope
+        )
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id]
+        model.in_bfloat16 = False
+        monkeypatch.setattr(lopti, "load_model", mock.Mock(return_value=(model, tokenizer)))
+        assert check_model.main([TINY]) == code
+        printed = capsys.readouterr().out
+        (within, small), *beyond = rows_and_differences(printed)
+        assert small < 1e-3
+        if code:
+            [(tokens, difference)] = beyond
+            assert within <= 100 < tokens
+            assert difference > 0.1
+            assert "π is wrong in rows of more than 100 tokens" in printed
+        else:
+            assert within > 300 and not beyond
 
 
 def test_check_model_finds_padding_that_the_model_sees(model, capsys):

@@ -1,9 +1,13 @@
 """Checks the lecture: notebook.ipynb, which LOPTI_ALL=1 runs, and lecture.py."""
 
+import ast
 import doctest
+import functools
+import io
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +25,9 @@ pytest.importorskip("IPython", reason="pip install -r data/lab/requirements.txt"
 
 import check_port
 import lecture
+import numpy
+from matplotlib.colors import to_hex, to_rgb
+from PIL import Image
 
 import lopti
 
@@ -51,7 +58,7 @@ def test_the_notebook_runs(monkeypatch):
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     for text in map(json.dumps, (book, NOTEBOOK)):
-        assert text.count('"image/png"') == 10
+        assert text.count('"image/png"') == 12
         assert '"stderr"' not in text
 
 
@@ -78,21 +85,24 @@ def test_the_functions_that_the_student_writes(capsys):
 
 
 def test_the_exercises_with_numbers():
-    """The solutions are right, the numbers that stand in the cell are not."""
+    """The numbers that stand in the cell are wrong, and each solution makes its own line right."""
     text = cell_that_begins("a_fifth = ")
-    solved = text.replace("0.50", "1 / 3", 1).replace("0.10", "0.5", 1).replace("0.70", "0.64", 1)
+    solutions = {"a_fifth = 0.50": "1 / 3", "largest_gradient = 0.10": "0.5"}
+    solutions["the_clip = 0.70"] = "0.64"
     start = torch.tensor([0.80, 0.15, 0.05]).log()
     names = {"lecture": lecture, "lopti": lopti, "torch": torch, "start": start}
     names["grid"] = torch.linspace(0.001, 1, 400)
-    for cell, right in ((text, False), (solved, True)):
-        done = run(cell, **names)["done"]
-        assert list(done.values()) == [right] * 3
+    assert list(run(text, **names)["done"].values()) == [False, False, False]
+    for place, (line, solution) in enumerate(solutions.items()):
+        name = line.partition(" = ")[0]
+        done = run(text.replace(line, f"{name} = {solution}"), **names)["done"]
+        assert [number for number, right in enumerate(done.values()) if right] == [place]
 
 
 def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
     text = cell_that_begins("def port(").partition("\n\n\n")[0]
     for port in (text, text.replace("logprobs.detach()", "old")):
-        check_port.compare_tables(run(port, torch=torch)["port"])
+        lecture.compare_tables(run(port, torch=torch)["port"])
     lines = capsys.readouterr().out.splitlines()
     wrong = lines[: len(lines) // 2]
     assert {"GRPO: right", "AR: right", "Lopti: wrong from optimizer step 2 on"} <= set(wrong)
@@ -107,14 +117,6 @@ def test_the_gradient_norm_is_that_of_autograd():
     norms = lecture.gradient_norm(logits.detach(), ids)
     torch.testing.assert_close(norms, gradient.norm(dim=1))
     assert doctest.testmod(lecture).failed == 0
-
-
-def test_the_loss_of_the_lecture_is_that_of_the_paper():
-    """r = 1.1: r·Â. r = 1.5, Â > 0: 1.24·Â. r = 0.5, Â < 0: 0.8·Â. r = 20, Â < 0: 10·Â."""
-    ratio = torch.tensor([1.1, 1.5, 0.5, 20.0])
-    advantages = torch.tensor([2.0, 2.0, -1.0, -1.0])
-    loss = lecture.loss(ratio.log(), torch.zeros(4), advantages)
-    assert float(loss) == pytest.approx(-(2.2 + 2.48 - 0.8 - 10), abs=1e-5)
 
 
 def random_groups():
@@ -152,6 +154,20 @@ def test_the_rule_for_ar():
     assert float((above / below).log() / (2 * h)) == pytest.approx(float(difference), abs=1e-8)
 
 
+def test_the_lines_of_lopti_that_the_cells_show(monkeypatch):
+    """Each call of lecture.source finds the lines that it names, and shows whole statements."""
+    shown = []
+    monkeypatch.setattr(lecture, "display", shown.append)
+    calls = re.findall(r"^lecture\.source\(.*\)$", "\n".join(CELLS), flags=re.MULTILINE)
+    for call in calls:
+        run(call, lecture=lecture, lopti=lopti)
+    texts = [code.data for code in shown]
+    assert len(texts) == 5
+    assert "low = (old_logprobs.exp() < eta) & mask\nreturn low, mask & ~low" in texts
+    for text in texts:
+        ast.parse(text.replace("return ", "_ = "))
+
+
 @pytest.mark.parametrize("clear", [["sample"], ["score", "ar"], ["split", "pass1", "pass2"]])
 def test_the_roadmap_fades_all_other_boxes(clear, monkeypatch):
     shown = []
@@ -183,8 +199,10 @@ def test_the_picture_of_the_bounds():
 
 def test_the_picture_of_the_clip():
     """Dark: from 0.8 to 10 where Â < 0 (dual clip), up to 1.24 where Â > 0."""
-    lecture.clip_cases({"B": (2.22, 1)})
+    lecture.clip_cases({"B": (2.22, 1), "C": (0.3, -1)})
     _, falls, _, rises = lecture.plt.gca().collections
+    letters = {letter.get_text(): letter.get_position() for letter in lecture.plt.gca().texts}
+    assert letters == {"B": (2.22, 1), "C": (0.3, 0)}
     falls = falls.get_paths()[0].vertices[:, 0]
     assert falls.min() == pytest.approx(0.8, abs=0.01)
     assert falls.max() == pytest.approx(10, abs=0.05)
@@ -203,6 +221,8 @@ def test_the_picture_of_a_response():
     bars = axis.patches[1::2]  # every other one is behind a token
     heights = torch.tensor([bar.get_height() for bar in bars])
     torch.testing.assert_close(heights / (marks["1"] - marks["0"]), norms)
+    colors = [lecture.COLORS[name] for name in ("low", "high", "high")]
+    assert [to_hex(bar.get_facecolor()).upper() for bar in bars] == colors
     feet = [bar.get_y() for bar in bars]
     assert feet[0] == feet[1] > feet[2]  # two tokens fit into a line of 5 letters
     assert set(feet) <= set(axis.get_yticks())
@@ -215,4 +235,123 @@ def test_the_picture_of_changes():
     axis = lecture.plt.gcf().axes[0]
     assert axis.images[0].get_array()[0].tolist() == [-1.0, 1.0]  # log₂ of the ratios
     assert [text.get_text() for text in axis.texts] == ["0.50", "2.00", "1.00", "1.50"]
+    labels = axis.get_yticklabels()
+    assert [label.get_text() for label in labels] == ["a  π = 0.10", "b  π = 0.90"]
+    assert [label.get_color() for label in labels] == [
+        lecture.COLORS[name] for name in ("low", "high")
+    ]
     lecture.plt.close("all")
+
+
+def open_picture(data):
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+def test_small_pictures_keep_their_colours():
+    """Tokens of low probability stay orange and those of high probability blue."""
+    table = torch.rand(5, 12, generator=torch.Generator().manual_seed(0)) / 10 + 0.93
+    table[:, -1] = 0.5
+    ratios = dict(zip("12345", table))  # most cells are pale, so that few colours are left for text
+    lecture.changes(["token"] * 12, torch.tensor([0.1, 0.55] * 6), ratios, "title")
+    small = lecture.small_png(lecture.plt.gcf())
+    exact = lecture.print_figure(lecture.plt.gcf(), "png")
+    assert len(small) < 0.6 * len(exact)
+    small, exact = (torch.tensor(numpy.asarray(open_picture(data))) for data in (small, exact))
+    for name in ("low", "high"):
+        color = torch.tensor([round(255 * part) for part in to_rgb(lecture.COLORS[name])])
+        is_this = (exact == color).all(2)
+        assert is_this.any()
+        assert (small[is_this].int() - color).abs().max() < 30
+    lecture.plt.close("all")
+
+
+# The experiment of section 10 ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_small_policies(shared):
+    """Their first π are those given, and log π, KL and accuracy are those of the logits."""
+    torch.manual_seed(0)
+    policy = lecture.SmallPolicies(0.7, 1 / 4, shared, seeds=3)
+    pi = policy.log_pi().exp()
+    assert pi.shape == (3, 204, 4)
+    assert pi[1, 0].tolist() == pytest.approx([0.7, 0.3, 0, 0])
+    assert pi[2, 4].tolist() == pytest.approx([0.25] * 4)
+    torch.testing.assert_close(policy.kl_and_accuracy(), torch.tensor([[0.0] * 3, [0.7] * 3]))
+
+    with torch.no_grad():
+        policy.weights[-1].normal_()
+    now = policy.log_pi().exp()
+    assert not torch.allclose(now[0], now[1])  # each seed has weights of its own
+    changed = torch.zeros(3, 204, 4)
+    changed[:] = now.log().nan_to_num(neginf=0) - pi.log().nan_to_num(neginf=0)
+    kl, accuracy = policy.kl_and_accuracy()
+    torch.testing.assert_close(kl, (now * changed).sum((1, 2)))
+    torch.testing.assert_close(accuracy, now[:, :4, 0].mean(1))
+
+    words, logprobs = policy.sample(500)  # (1500, 204), seed by seed
+    assert logprobs[700, 9].item() == pytest.approx(now[1, 9, words[700, 9]].log().item(), abs=1e-5)
+    shares = (words[1000:] == 0).double().mean(0)  # of the third seed
+    assert (shares - now[2, :, 0]).abs().max() < 0.1
+    assert (shares - now[1, :, 0]).abs().max() > 0.3
+
+
+def test_the_reward_counts_right_reward_tokens():
+    words = torch.ones(2, 204, dtype=torch.long)
+    words[0, 1] = 0
+    words[1, 4:] = 0  # noise tokens
+    assert lecture.count_right(words).tolist() == [1, 0]
+
+
+def test_steps_of_one_norm():
+    """The norm is that of all tensors of a seed together; without a gradient there is no step."""
+    weights = [torch.zeros(3, 1, 2), torch.zeros(3, 2, 1)]
+    optimizer = lecture.NormedDescent(weights, norm=0.5)
+    weights[0].grad = torch.tensor([[[3.0, 0.0]], [[0.0, 0.0]], [[30.0, 0.0]]])
+    weights[1].grad = torch.tensor([[[0.0], [4.0]], [[0.0], [0.0]], [[0.0], [0.0]]])
+    optimizer.step()
+    assert weights[0].flatten(1).tolist() == [[pytest.approx(-0.3), 0], [0, 0], [-0.5, 0]]
+    assert weights[1].flatten(1).tolist() == [[0, pytest.approx(-0.4)], [0, 0], [0, 0]]
+
+
+def test_ahead_at_equal_kl():
+    """AR is 0.1 and 0.3 ahead where GRPO has a KL of 1, though it gets there in another step."""
+    grpo = torch.tensor([[[0.0, 0.0], [0.5, 0.5]], [[2.0, 2.0], [0.7, 0.7]]])  # (steps, 2, seeds)
+    ar = torch.tensor(
+        [[[0.0, 0.0], [0.5, 0.5]], [[1.0, 1.0], [0.7, 0.9]], [[0.5, 3.0], [0.9, 1.0]]]
+    )
+    kl, ahead = lecture.ahead_of_grpo({"GRPO": grpo, "AR": ar}, most=1.0)
+    assert kl[-1] == 1.0
+    means, halves = ahead["AR"]
+    assert means[-1] == pytest.approx(0.2)
+    assert halves[-1] == pytest.approx(12.706 * 0.1, rel=1e-4)  # t of one degree of freedom
+    kl, _ = lecture.ahead_of_grpo({"GRPO": grpo, "AR": ar[:, :, :1]}, most=5.0)
+    assert kl[-1] == 1.0  # where the run ends that comes least far
+    assert lecture.standing([0.9, 0.2], [0, 0.1]) == "0.200 ahead of GRPO"
+    assert lecture.standing([0.9, -0.2], [0, 0.1]) == "0.200 behind GRPO"
+    assert lecture.standing([0.9, -0.2], [0, 0.3]) == "level with GRPO"
+
+
+def test_in_the_experiment_help_becomes_harm():
+    """What the text beside the experiment says, with its own cell and three seeds."""
+    policies = functools.partial(lecture.SmallPolicies, seeds=3)
+    small = SimpleNamespace(SmallPolicies=policies, count_right=lecture.count_right)
+    names = {"lecture": small, "lopti": lopti, "torch": torch}
+    text = cell_that_begins("pi_of_right = 0.7")
+
+    def make_optimizer(weights):
+        return lecture.NormedDescent(weights, norm=0.4)
+
+    final = {}  # accuracy minus GRPO's at a KL of 1
+    for noise in ("1 / 8", "1 / 2"):
+        cell = run(text.replace("pi_of_noise = 1 / 8", f"pi_of_noise = {noise}"), **names)
+        kl, ahead = lecture.ahead_of_grpo(cell["train_all"](False, make_optimizer, 60))
+        assert kl[-1] == 1.0
+        final[noise] = {method: means[-1] for method, (means, _) in ahead.items()}
+    assert final["1 / 8"]["AR"] > 0.01
+    assert final["1 / 8"]["Lopti"] > 0.02
+    assert final["1 / 2"]["AR"] < -0.01
+    assert final["1 / 2"]["Lopti"] < -0.01
+    for ahead in final.values():
+        assert ahead["GRPO"] == 0
+        assert ahead["two-pass GRPO"] < ahead["Lopti"]

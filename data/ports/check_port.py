@@ -10,15 +10,16 @@ example_port.py beside this file, which is correct, and to let its functions cal
 B is the number of responses, T the number of tokens of the longest, and V the size of the
 vocabulary. A group is group_size responses that follow one another.
 
-1. Any of these functions. They get float64 tensors, padded on the right.
+1. Any of these functions, which have the names and arguments of those in lopti.py. They get float64
+    tensors, padded on the right.
     group_advantages(rewards, group_size): (B,) → (B,). The advantages Â of Eq. 1.
     reweight_advantages(advantages, old_logprobs, alpha): (B, T), (B, T) → (B, T). Eq. 4.
     split_tokens(old_logprobs, mask, eta): (B, T), (B, T) → (B, T), (B, T). The masks of the
         low-probability tokens and of the others.
-    policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, mask, case):
-        (B, T) each → a scalar. The loss of a mini-batch; its gradient is compared, too.
-        `update_mask` has the tokens of the pass, and `mask` all response tokens. `case` has
-        clip_low, clip_high, clip_dual and kl_coef.
+    policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, clip_dual): (B, T) each →
+        (B, T). The loss of each token without the KL. Its gradient is compared, too.
+    kl_estimate(logprobs, ref_logprobs): (B, T), (B, T) → (B, T). The KL of each token. Its gradient
+        is compared, too.
 2. update(case) → tables (V, V). It makes a whole update, with your loss, passes and optimizer, of a
     policy that is a table: row i holds the logits of the token after token i. It returns a copy of
     the table after each optimizer step, and also after one that is skipped. `case` has the table,
@@ -30,12 +31,15 @@ vocabulary. A group is group_size responses that follow one another.
     step that is skipped. `case` has the token ids of B prompts and B responses, rewards and
     settings.
 
+An optimizer step has case["mini_batch_size"] responses, in the order of the rows. If your code cuts
+them into micro-batches, let each have case["micro_batch_size"] responses. This must change nothing.
+
 At level 3 the printed numbers say how far the gradient norms, the change of all weights (both
 relative) and single weights (absolute) are from golden.json.
 
-If level 1 or 2 finds wrong numbers, the program looks for a known mistake that gives the same wrong
-numbers: first single mistakes of mistakes.diff, then pairs of them.
-It tries 1,000 candidates at most, which takes about a minute.
+If the numbers are wrong, the program looks for a known mistake that gives the same wrong numbers.
+It tries the mistakes of mistakes.diff, and at level 2 pairs of them, too. This takes about a minute
+at most.
 
 The exit code is 0 for a correct port and 1 for a faulty one.
 README.md here names four choices. A port that makes them in another way than lopti.py is accepted,
@@ -43,6 +47,8 @@ too, and its choice is printed.
 """
 
 import argparse
+import copy
+import functools
 import importlib
 import itertools
 import json
@@ -51,6 +57,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import golden
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -59,7 +66,13 @@ HERE = Path(__file__).resolve().parent
 GOLDEN = json.loads((HERE / "golden.json").read_text(encoding="utf-8"))
 EXAMPLE = (HERE / "example_port.py").read_text(encoding="utf-8")
 TOLERANCE = 1e-4  # float32 stays below it, and no mistake does
-FUNCTIONS = ("group_advantages", "reweight_advantages", "split_tokens", "policy_loss")
+FUNCTIONS = (
+    "group_advantages",
+    "reweight_advantages",
+    "split_tokens",
+    "policy_loss",
+    "kl_estimate",
+)
 
 
 def float64(values):
@@ -88,8 +101,6 @@ def read_mistakes():
 
 MISTAKES = read_mistakes()
 CHOICES = [name for name in MISTAKES if name.startswith("a choice: ")]
-ZERO_STEP = CHOICES[0]  # AdamW makes a step where the gradient is 0
-CANDIDATES = 1000  # that are tried at most: about a minute on one core, as --help says
 
 
 def port_with(names):
@@ -105,71 +116,77 @@ def port_with(names):
     return SimpleNamespace(**port)
 
 
-def first_wrong(values, others):
-    """The number of the first tensor that differs; None if none does. NaN differs."""
+def first_wrong(values, others, tolerance=TOLERANCE):
+    """The number of the first tensor that differs; infinity if none does. NaN differs."""
     for number, (a, b) in enumerate(itertools.zip_longest(values, others)):
-        if a is None or b is None or not (a - b).abs().max() < TOLERANCE:
+        if a is None or b is None or not (a - b).abs().max() < tolerance:
             return number
-    return None
+    return math.inf
 
 
-def explain(found, right, source, simulate):
-    """The names of what explains the values `found` in each golden case; None: nothing does.
+def explain(found, right, simulate, source, with_pairs=False):
+    """The names of the mistake and the choices that explain the values `found` in each golden case.
 
-    `right` has the right values, `simulate(port, number)` those of another port in case `number`;
-    `source` is the part of the example port that is looked at.
+    () says that the values are right, and None that nothing explains them. `right` has the right
+    values, and `simulate(port, number)` gives those of another port in case `number`. Only changes
+    in `source`, a part of the example port, are tried.
     """
     wrong = [first_wrong(*pair) for pair in zip(found, right)]
-    if wrong.count(None) == len(wrong):
+    if min(wrong) == math.inf:
         return ()
-    # First the case that is wrong from its beginning: it rules out most mistakes the soonest.
-    numbers = sorted(range(len(wrong)), key=lambda i: math.inf if wrong[i] is None else wrong[i])
-    names = [name for name, changes in MISTAKES.items() if changes[0][0] in source]
-    for name in names:
-        port = port_with([name])
-        if all(first_wrong(found[i], simulate(port, i)) is None for i in numbers):
-            return (name,)
+    names = []
+    for name, changes in MISTAKES.items():
+        if any(text in source for text, _ in changes):
+            names.append(name)
+    mistakes = [name for name in names if name not in CHOICES]
+    choices = [name for name in names if name in CHOICES]
 
-    agreement = {}  # of each candidate: how many values agree, up to the first wrong one of a case
-    for candidate in itertools.islice(candidates(names, agreement), CANDIDATES):
-        agreement[candidate] = 0
-        port = port_with(candidate)
-        if port:
-            wrong = [first_wrong(found[i], simulate(port, i)) for i in range(len(found))]
-            if wrong.count(None) == len(wrong):
-                return candidate
-            for values, number in zip(found, wrong):
-                agreement[candidate] += len(values) if number is None else number
+    def agreement(port, number, tolerance=10 * TOLERANCE):  # rounding grows where steps are wrong
+        return first_wrong(found[number], simulate(port, number), tolerance)
+
+    def explains(tried, numbers):
+        port = port_with(tried)
+        limit = 10 * TOLERANCE if set(tried) - set(choices) else TOLERANCE
+        return port and all(agreement(port, number, limit) == math.inf for number in numbers)
+
+    # Mistakes are told apart in the cases in which no choice shows, and choices in the others. The
+    # case that is wrong from its beginning comes first: it rules out most mistakes the soonest.
+    numbers = sorted(range(len(found)), key=wrong.__getitem__)
+    all_choices = port_with(choices)
+    plain = []
+    for number in numbers:
+        if first_wrong(simulate(all_choices, number), right[number]) == math.inf:
+            plain.append(number)
+
+    def pairs():
+        """Pairs of mistakes, one of which explains more optimizer steps than most others."""
+        explained = {}
+        for name in mistakes:
+            port = port_with([name])
+            steps = [min(agreement(port, number), len(found[number])) for number in plain]
+            explained[name] = sum(steps)
+        best = sorted(mistakes, key=explained.get)[-5:]
+        return itertools.product(reversed(best), mistakes)
+
+    singles = [(), *((name,) for name in mistakes)]
+    for tried in itertools.chain(singles, pairs() if with_pairs else []):
+        if explains(tried, plain):
+            for count in range(len(choices) + 1):
+                for beside in itertools.combinations(choices, count):
+                    if explains((*tried, *beside), numbers):
+                        return (*tried, *beside)
     return None
 
 
-def candidates(names, agreement):
-    """Tuples of these names, of two mistakes at most and any choices.
-
-    Whoever takes a candidate puts into `agreement` how many values it explains, before taking the
-    next one: what explains more than it does without its last mistake is tried beside choices and
-    beside a second mistake, the best first.
-    """
-    choices = [name for name in names if name in CHOICES]
-    promising = [()]
-    yield ()
-    while promising:
-        mistakes = max(promising, key=agreement.get)
-        promising.remove(mistakes)
-        for count in range(1, len(choices) + 1):
-            for beside in itertools.combinations(choices, count):
-                yield (*mistakes, *beside)
-        for name in names:
-            if name not in choices and len(mistakes) < 2:
-                yield (*mistakes, name)
-                if agreement[*mistakes, name] > agreement[mistakes]:
-                    promising.append((*mistakes, name))
-
-
-def verdict(names):
-    """Prints what was found; returns the exit code."""
+def judge(found, right, simulate, source, with_pairs=False):
+    """Prints what explains the values of a port, see `explain`; returns the exit code."""
+    names = explain(found, right, simulate, source, with_pairs)
     if names is None:
-        print("Wrong. No known mistake explains it, nor does a pair of mistakes that was tried.")
+        errors = [0.0]
+        for values, others in zip(found, right):
+            errors += [float((a - b).abs().max()) for a, b in zip(values, others)]
+        print(f"Wrong. No known mistake explains it. The largest error is {max(errors):.2g}.")
+        print("If your code computes in bfloat16 or float16, first run it in float32.")
         return 1
     mistakes = [name for name in names if name not in CHOICES]
     for mistake in mistakes:
@@ -189,28 +206,39 @@ def outputs(name, function, case):
     """What a function gives for a golden case, and what is right: two lists of tensors."""
     old = float64(case["old_logprobs"])
     mask = torch.arange(old.shape[1]) < torch.tensor(case["lengths"])[:, None]
-    low = torch.tensor(case["low"])
     advantages = float64(case["advantages"])
+    reweighted = float64(case["reweighted_advantages"])
     if name == "group_advantages":
         return [function(float64(case["rewards"]), case["group_size"])], [advantages]
-    reweighted = float64(case["reweighted_advantages"])
     if name == "reweight_advantages":
         return [function(advantages[:, None] * mask, old, case["alpha"]) * mask], [reweighted]
-    masks = {"all": mask, "low": low, "high": mask & ~low}
     if name == "split_tokens":
         found = function(old, mask, case["eta"])
-        return list(map(float64, found)), [float64(masks["low"]), float64(masks["high"])]
-    found = []
-    right = []
-    for pass_name, update_mask in masks.items():
-        new = float64(case["new_logprobs"]).requires_grad_()
-        ref = float64(case["ref_logprobs"])
-        loss = function(new, old, ref, reweighted, update_mask, mask, case)
-        loss.backward()
-        found += [loss.detach(), new.grad]
-        expected = case["passes"][pass_name]
-        right += [float64(expected["loss"]), float64(expected["gradient"])]
-    return found, right
+        low = torch.tensor(case["low"])
+        return list(map(float64, found)), [float64(low), float64(mask & ~low)]
+
+    new = float64(case["new_logprobs"]).requires_grad_()
+    ref = float64(case["ref_logprobs"])
+    if name == "policy_loss":
+        right = token_losses(case | {"kl_coef": 0.0}, new, old, ref, reweighted, mask)
+        clips = (case["clip_low"], case["clip_high"], case["clip_dual"])
+        losses = function(new, old, reweighted, *clips)
+    else:  # kl_estimate: without an advantage the KL is the whole loss
+        right = token_losses(case | {"kl_coef": 1.0}, new, old, ref, 0 * reweighted, mask)
+        losses = function(new, ref)
+    (losses * mask + 0 * new).sum().backward()  # 0 · new: the losses may have no gradient
+    return [losses.detach() * mask, new.grad], right
+
+
+def token_losses(case, new, old, ref, advantages, mask):
+    """The loss of each token by golden.py, policy loss and KL, and its derivative by `new`."""
+    losses = torch.zeros_like(old)
+    derivatives = torch.zeros_like(old)
+    for i, t in mask.nonzero().tolist():
+        values = [each[i, t].item() for each in (new, old, ref, advantages)]
+        policy_loss, kl, _, derivatives[i, t] = golden.token_terms(*values, case)
+        losses[i, t] = policy_loss + case["kl_coef"] * kl
+    return [losses, derivatives]
 
 
 def check_functions(module):
@@ -226,44 +254,68 @@ def check_functions(module):
         def simulate(port, number, name=name):
             return outputs(name, getattr(port, name), GOLDEN["cases"][number])[0]
 
-        code = max(code, verdict(explain(*zip(*pairs), source, simulate)))
+        code = max(code, judge(*zip(*pairs), simulate, source))
     return code
 
 
 # 2. Updates of a table ----------------------------------------------------------------------------
 
 
-def compare_tables(update):
-    """Prints from where on an update is wrong. Returns its tables and the right ones, by case."""
+def count_problem(count, case):
+    """A sentence if an update made another number of optimizer steps than golden.json, or None."""
+    expected = len(case["steps"])
+    if count == expected:
+        return None
+    steps = "step" if count == 1 else "steps"
+    return f"wrong; your update made {count} optimizer {steps}, {expected} are expected"
+
+
+def check_update(update):
+    """Level 2: prints from where on each update differs, and why; returns the exit code."""
     found = []
     right = []
     for case in GOLDEN["rollouts"]:
         found.append([float64(table) for table in update(case)])
         right.append([float64(step["table"]) for step in case["steps"]])
         step = first_wrong(found[-1], right[-1])
-        state = "right" if step is None else f"wrong from optimizer step {step + 1} on"
-        print(f"{case['name']}: {state}")
-    return found, right
-
-
-def find_mistakes(update):
-    """The names of what explains the tables of an update; () is right, None that nothing does."""
-    found, right = compare_tables(update)
-    if any(first_wrong(*pair) is not None for pair in zip(found, right)):
-        print("Looking for the mistake, for about a minute at most ...")
+        state = "right"
+        if step < math.inf:
+            state = f"differs from optimizer step {step + 1} of {len(right[-1])} on"
+            if case["eta"] and step == len(right[-1]) / 2:
+                state += ", the first of the second pass"
+        print(f"{case['name']}: {count_problem(len(found[-1]), case) or state}")
 
     def simulate(port, number):
-        return port.update(GOLDEN["rollouts"][number])
+        return list(port.update(GOLDEN["rollouts"][number]))
 
-    return explain(found, right, EXAMPLE, simulate)
+    source = EXAMPLE.partition("def update_model(")[0]
+    return judge(found, right, simulate, source, with_pairs=True)
 
 
 # 3. Updates of the bundled model ------------------------------------------------------------------
 
 
-def bundled_model():
+def model_cases():
+    """The cases of golden.json, and two more with prompts of two lengths; solved by golden.py."""
+    cases = list(GOLDEN["model"])
+    case = cases[-1] | {"mini_batch_size": 2, "weight_decay": 0.01}
+    plain = {"name": "GRPO, two prompts of two lengths", "alpha": 0.0, "eta": 0.0}
+    longer_first = {"name": "both, two prompts of two lengths, the longer one first"}
+    for name in ("prompts", "responses", "rewards"):
+        longer_first[name] = case[name][2:] + case[name][:2]
+    for changes in (plain, longer_first):
+        cases.append(case | changes | golden.solve_model(case | changes))
+    return [case | {"micro_batch_size": 1} for case in cases]
+
+
+@functools.cache
+def load_bundled_model():
     logging.disable_progress_bar()
     return AutoModelForCausalLM.from_pretrained(HERE.parent / "tiny", dtype=torch.float32).eval()
+
+
+def bundled_model():
+    return copy.deepcopy(load_bundled_model())
 
 
 def new_optimizer(model, case):
@@ -272,48 +324,64 @@ def new_optimizer(model, case):
 
 
 @torch.no_grad()
-def model_differences(model, norms, case):
-    """How far an update of the bundled model is from golden.json, at worst.
+def model_errors(model, norms, case):
+    """How far an update of the bundled model is from a golden case: tensors, 0 where it is right.
 
-    Relative: the gradient norms, and the norm of the change of all weights. Absolute: the first
-    weight of each parameter; it moves by about the learning rate, 1e-4.
+    The first is that of the first weight of each parameter, × 100: it moves by about the learning
+    rate, 1e-4. The second is that of the norm of the change of all weights, and the others are
+    those of the gradient norms; these are relative.
     """
     flat = torch.nn.utils.parameters_to_vector
-    change = flat(model.parameters()) - flat(bundled_model().parameters())
-    found = {
-        "gradients": 0.0,
-        "change": abs(float(change.double().norm()) / case["change_norm"] - 1),
-    }
-    for norm, step in zip(norms, case["steps"], strict=True):
-        difference = abs(norm - step["gradient_norm"]) / (step["gradient_norm"] or 1)
-        found["gradients"] = max(found["gradients"], difference)
-    first_entries = [float(weight.flatten()[0]) for weight in model.parameters()]
-    weights = [abs(a - b) for a, b in zip(first_entries, case["weights"].values(), strict=True)]
-    return found | {"weights": max(weights)}
+    change = flat(model.parameters()) - flat(load_bundled_model().parameters())
+    first_entries = torch.stack([weight.flatten()[0] for weight in model.parameters()])
+    errors = [(float64(first_entries) - float64(list(case["weights"].values()))) * 100]
+    errors.append(change.double().norm() / case["change_norm"] - 1)
+    right_norms = [step["gradient_norm"] for step in case["steps"]]
+    for norm, right in itertools.zip_longest(norms, right_norms[: len(norms)], fillvalue=0.0):
+        errors.append(float64((float(norm) - right) / (right or 1.0)))
+    return errors
+
+
+def summary(errors):
+    """The largest of these errors, by name; those of single weights are absolute again."""
+    weights, change, *norms = [float(error.abs().max()) for error in errors]
+    return {"gradients": max(norms, default=0.0), "change": change, "weights": weights / 100}
+
+
+def model_differences(model, norms, case):
+    """How far an update of the bundled model is from a golden case, at worst."""
+    assert len(norms) == len(case["steps"]), count_problem(len(norms), case)
+    return summary(model_errors(model, norms, case))
 
 
 def is_right(found):
-    return max(found.values()) < TOLERANCE and found["weights"] < 1e-6
+    return max(found.values()) < TOLERANCE and found["weights"] < TOLERANCE / 100
 
 
 def check_model_update(update_model):
-    """Level 3: prints how far each update is from golden.json; returns the exit code."""
-    code = 0
-    for case in GOLDEN["model"]:
+    """Level 3: prints how far each update is from a golden case, and why; returns the exit code."""
+    cases = model_cases()
+
+    def errors_of(update_model, case):
         model = bundled_model()
-        optimizer = new_optimizer(model, case)
-        norms = update_model(model, optimizer, case)
-        steps = optimizer.state[next(model.parameters())].get("step", 0)
-        skipped = [norm for norm, step in zip(norms, case["steps"]) if step["skipped"]]
-        if skipped and not any(skipped) and steps == len(norms):
-            print(f"{case['name']}: not compared. {ZERO_STEP}")
-            continue
-        found = model_differences(model, norms, case)
-        right = is_right(found)
-        print(f"{case['name']}: {'right' if right else 'wrong'};", end=" ")
-        print(", ".join(f"{name} {value:.1e}" for name, value in found.items()))
-        code = max(code, int(not right))
-    return code
+        return model_errors(model, update_model(model, new_optimizer(model, case), case), case)
+
+    found = []
+    right = []
+    for case in cases:
+        errors = errors_of(update_model, case)
+        found.append(errors)
+        right.append([torch.zeros(())] * (2 + len(case["steps"])))
+        worst = summary(errors)
+        state = count_problem(len(errors) - 2, case) or ("right" if is_right(worst) else "differs")
+        print(f"{case['name']}: {state};", end=" ")
+        print(", ".join(f"{name} {value:.1e}" for name, value in worst.items()))
+
+    def simulate(port, number):
+        return errors_of(port.update_model, cases[number])
+
+    source = EXAMPLE.partition("def update(")[0] + EXAMPLE.partition("def update_model(")[2]
+    return judge(found, right, simulate, source)
 
 
 def main(words=None):
@@ -336,7 +404,7 @@ def main(words=None):
         parser.error(f"{flags.port} has none of {', '.join(FUNCTIONS)}")
     if function is None:
         return check_functions(module)
-    return check_model_update(function) if flags.model else verdict(find_mistakes(function))
+    return check_model_update(function) if flags.model else check_update(function)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """A right port, as short as PyTorch allows: the functions that check_port.py calls.
 
-Put your own loss, passes and optimizer in the place of these. mistakes.diff lists changes that make
-this port wrong. check_port.py makes these changes to find what explains the numbers of a port.
+Put your own code in the place of these functions. The first five have the names, arguments and
+values of those in lopti.py. They are not imported from there, because check_port.py changes their
+lines: to find what explains the numbers of a port, it makes the changes in mistakes.diff, each of
+which makes this port wrong. So this file needs PyTorch alone.
 """
 
 from functools import partial
@@ -28,35 +30,40 @@ def split_tokens(old_logprobs, mask, eta):
     return low, mask & ~low
 
 
-def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, update_mask, mask, case):
+def policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, clip_dual):
     ratio = (logprobs - old_logprobs).exp()
-    clipped = ratio.clamp(1 - case["clip_low"], 1 + case["clip_high"])
-    objective = torch.minimum(ratio * advantages, clipped * advantages)
-    bounded = torch.maximum(objective, case["clip_dual"] * advantages)
-    objective = torch.where(advantages < 0, bounded, objective)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    return torch.where(advantages < 0, losses.clamp(max=-clip_dual * advantages), losses)
+
+
+def kl_estimate(logprobs, ref_logprobs):
     difference = ref_logprobs - logprobs
     difference = difference.clamp(-5, 5)
-    kl = difference.exp() - difference - 1
-    kl = kl.clamp(max=10)
-    losses = case["kl_coef"] * kl - objective
-    return (losses * update_mask).sum() / mask.sum()
+    estimate = difference.exp() - difference - 1
+    estimate = estimate.clamp(max=10)
+    return estimate
 
 
-def run_passes(logprobs, ref, mask, parameters, optimizer, case):
+def run_passes(logprobs, ref_logprobs, mask, parameters, optimizer, case):
     """Makes the passes over the mini-batches; `logprobs()` gives the current ones, (B, T).
 
     It yields after each optimizer step the norm of its gradient before it is clipped.
     """
-    old = logprobs().detach()
-    rewards = torch.tensor(case["rewards"], dtype=old.dtype)
+    old_logprobs = logprobs().detach()
+    rewards = torch.tensor(case["rewards"], dtype=old_logprobs.dtype)
     advantages = group_advantages(rewards, case["group_size"])[:, None] * mask
-    advantages = reweight_advantages(advantages, old, case["alpha"])
-    passes = split_tokens(old, mask, case["eta"]) if case["eta"] else [mask]
+    advantages = reweight_advantages(advantages, old_logprobs, case["alpha"])
+    passes = split_tokens(old_logprobs, mask, case["eta"]) if case["eta"] else [mask]
     mini_batches = torch.arange(len(mask)).split(case["mini_batch_size"])
+    clips = (case["clip_low"], case["clip_high"], case["clip_dual"])
     for update_mask in passes:
         for rows in mini_batches:
-            fixed = [each[rows] for each in (old, ref, advantages, update_mask, mask)]
-            loss = policy_loss(logprobs()[rows], *fixed, case)
+            new = logprobs()[rows]
+            losses = policy_loss(new, old_logprobs[rows], advantages[rows], *clips)
+            losses = losses + case["kl_coef"] * kl_estimate(new, ref_logprobs[rows])
+            N = mask[rows].sum()  # all response tokens of the mini-batch, in both passes
+            loss = (losses * update_mask[rows]).sum() / N
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(parameters, case["max_grad_norm"])
             if norm > 0:
@@ -78,9 +85,9 @@ def update(case):
         return every_logprob.gather(-1, ids[..., None])[..., 0]
 
     table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
-    ref = logprobs(torch.tensor(case["reference"], dtype=torch.float64))
+    reference = logprobs(torch.tensor(case["reference"], dtype=torch.float64))
     optimizer = torch.optim.AdamW([table], case["learning_rate"], weight_decay=case["weight_decay"])
-    for _ in run_passes(partial(logprobs, table), ref, mask, [table], optimizer, case):
+    for _ in run_passes(partial(logprobs, table), reference, mask, [table], optimizer, case):
         yield table.detach().clone()
 
 
@@ -92,13 +99,14 @@ def update_model(model, optimizer, case):
         rows.append(torch.tensor(prompt + response))
     ids = pad_sequence(rows, batch_first=True, padding_value=-1)  # (B, L), padded on the right
     mask = (ids >= 0) & (torch.arange(ids.shape[1]) >= starts)
+    mask = mask[:, 1:]  # the logits after token t speak of token t+1
     ids = ids.clamp(min=0)
 
-    def logprobs():
-        logits = model(ids).logits[:, :-1].float()  # those after token t speak of token t+1
-        every_logprob = (logits / case["temperature"]).log_softmax(-1)  # (B, L-1, V)
+    def logprobs(temperature=case["temperature"]):
+        logits = model(ids).logits[:, :-1].float()
+        every_logprob = (logits / temperature).log_softmax(-1)  # (B, L-1, V)
         return every_logprob.gather(-1, ids[:, 1:, None])[..., 0]
 
-    ref = logprobs().detach()
+    reference = logprobs().detach()
     parameters = list(model.parameters())
-    return list(run_passes(logprobs, ref, mask[:, 1:], parameters, optimizer, case))
+    return list(run_passes(logprobs, reference, mask, parameters, optimizer, case))

@@ -43,7 +43,7 @@ def new_trainer(settings, rollout=None, **changes):
         eta=settings.eta,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list([{"prompt": "a puzzle"}] * settings.prompts_per_step),
-        optimizers=(check_port.new_optimizer(policy, vars(settings)), None),
+        optimizers=(lopti.new_optimizer(policy, settings), None),
         rollout_func=rollout,
     )
 
@@ -124,6 +124,9 @@ def test_updates_of_the_bundled_model(processes, tmp_path):
 if __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
     count = torch.distributed.get_world_size()
-    table = {case["name"]: compare(case, count) for case in check_port.GOLDEN["model"]}
+    cases = check_port.model_cases()
+    if count == 2:  # without mini-batches of two rows from one group, which it would cut in half
+        cases = check_port.GOLDEN["model"]
+    table = {case["name"]: compare(case, count) for case in cases}
     if torch.distributed.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(table))

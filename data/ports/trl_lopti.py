@@ -104,7 +104,7 @@ def trl_settings(settings, processes=1):
         "epsilon_high": settings.clip_high,
         "delta": settings.clip_dual,
         "beta": settings.kl_coef,
-        "learning_rate": settings.learning_rate,
+        "learning_rate": settings.resolved().learning_rate,
         "lr_scheduler_type": "constant",
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
@@ -128,12 +128,9 @@ def main():
     rows, _ = lopti.load_data(settings, tokenizer)
     puzzles = [{"prompt": row.prompt, "solution": row.solution} for row in rows]
     options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
-    options["logging_steps"] = options["steps_per_generation"] * len(settings.pass_names())
+    passes = 2 if settings.eta else 1
+    options["logging_steps"] = options["steps_per_generation"] * passes
     options["max_steps"] = flags.steps * options["logging_steps"]  # TRL counts optimizer steps
-    # TRL's own optimizer would leave norms and biases without weight decay.
-    optimizer = torch.optim.AdamW(
-        policy.parameters(), settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-    )
     trainer = LoptiTrainer(
         policy,
         kk_reward,
@@ -142,7 +139,8 @@ def main():
         eta=settings.eta,
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(puzzles),
-        optimizers=(optimizer, None),
+        # TRL's own optimizer would leave norms and biases without weight decay.
+        optimizers=(lopti.new_optimizer(policy, settings), None),
     )
     trainer.train()
     trainer.save_model()

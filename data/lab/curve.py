@@ -1,0 +1,115 @@
+"""How did training go? Draws the curves of one or several runs, as svg or png.
+
+    python data/lab/curve.py runs/NAME                           # one run, into runs/curve.png
+    python data/lab/curve.py runs/NAME runs/OTHER --plot two.svg
+    python data/lab/curve.py data/lab/results/readme_run.jsonl data/lab/results/readme_grpo.jsonl \\
+        --labels "AR + Lopti" GRPO --plot data/lab/results/readme_runs.svg
+
+RUN is the folder of a run, or a metrics file. The evaluations are read from the files of the same
+folder whose names end in evaluations.jsonl. If a line there names a run, it counts only for the
+metrics file of this name.
+
+A thin line shows each training step, and a thick line the mean of five steps, at the third of them.
+A point is an evaluation with its 95 % interval: avg@k of all held-out prompts, or the greedy
+accuracy of a run with --eval-samples 0. Low-probability tokens have π < η (0.5 without Lopti).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas
+from matplotlib.ticker import MaxNLocator
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti
+
+PANELS = {  # title → name in metrics.jsonl; the legend stands after the second one
+    "reward": "reward",
+    "accuracy": "accuracy",
+    "KL from the initial model, in nats": "rollout/kl",
+    "entropy, in nats": "entropy",
+    "share of low-probability tokens": "low_probability_share",
+}
+
+
+def read_run(path):
+    """Returns the metrics of a run and its evaluations (mean, low, high): a row for each step."""
+    path = Path(path)
+    file = path / "metrics.jsonl" if path.is_dir() else path
+    metrics = pandas.DataFrame(lopti.read_lines(file))
+    if not {"step", *PANELS.values()} <= set(metrics):
+        raise lopti.UserError(f"{file} has no line of a training step, or does not exist")
+    rows = {}
+    for other in sorted(file.parent.glob("*evaluations.jsonl")):
+        for line in lopti.read_lines(other):
+            if line.get("run", file.stem) == file.stem:
+                rows[line["step"]] = line["table"][held_out_measure(line["table"])]["all"]
+    columns = ["mean", "low", "high"]
+    evaluations = pandas.DataFrame.from_dict(rows, orient="index", columns=columns, dtype=float)
+    return metrics.set_index("step"), evaluations
+
+
+def held_out_measure(table):
+    """Returns the row of an evaluation that is drawn: avg@k if there is one."""
+    for measure in table:
+        if measure.startswith("avg@"):
+            return measure
+    return "greedy"
+
+
+def draw(path, runs):
+    """Saves the curves of {label: (metrics, evaluations)}, each as `read_run` returns it."""
+    look = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
+    look |= {"font.size": 12, "axes.titlesize": "medium"}
+    look |= {"svg.hashsalt": "lopti", "svg.fonttype": "none"}  # the same file each time
+    with plt.style.context(["petroff10", look]):
+        figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
+        panels = [axes[0, 0], axes[0, 1], *axes[1]]
+        for number, (label, (metrics, evaluations)) in enumerate(runs.items()):
+            color = f"C{number}"
+            for axis, name in zip(panels, PANELS.values()):
+                axis.plot(metrics[name], color=color, alpha=0.4, linewidth=0.8)
+                means = metrics[name].rolling(5, center=True).mean()
+                axis.plot(means, color=color, linewidth=2.5, label=label)
+            steps = evaluations.index + 0.02 * number * len(metrics)  # runs stand side by side
+            panels[1].plot(steps, evaluations["mean"], "o", color=color)
+            panels[1].vlines(steps, evaluations["low"], evaluations["high"], color=color)
+        for axis, title in zip(panels, PANELS):
+            axis.set_title(title)
+            axis.set_xlabel("training step")
+            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+        lines, labels = panels[0].get_legend_handles_labels()
+        words = "thin: each step; thick: mean of five steps\npoints: held out, 95 % intervals"
+        axes[0, 2].axis("off")
+        axes[0, 2].legend(lines, labels, title=words, loc="center", alignment="left")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
+
+
+def main(words=None):
+    look = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder, or metrics file")
+    parser.add_argument("--labels", nargs="+", help="names of the runs, in their order")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        default=Path("runs/curve.png"),
+        help="file of the plot, .svg or .png (default: %(default)s)",
+    )
+    args = parser.parse_args(words)
+    labels = args.labels or [Path(path).resolve().name for path in args.runs]
+    if len(set(labels)) < len(args.runs) or len(labels) > len(args.runs):
+        parser.error("give --labels, a different one for each run")
+    try:
+        draw(args.plot, {name: read_run(path) for name, path in zip(labels, args.runs)})
+    except (lopti.UserError, OSError, ValueError) as problem:
+        parser.error(str(problem))
+    print(f"The plot is in {args.plot}.")
+
+
+if __name__ == "__main__":
+    main()
