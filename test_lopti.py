@@ -1267,10 +1267,9 @@ REFUSED = {  # flags: what the sentence names
     "--data broken.parquet": "Parquet",
     "--data no/such_name": "cannot read no/such_name: no network",
     "--reward no_such_module:f": "No module named 'no_such_module'",
-    "--reward has_f:g": "has_f has no function 'g'",
+    "--reward has_f:g": "has_f has no attribute 'g'",
     "--reward has_f": "is no MODULE:FUNCTION",
     "--alpha 1.01": "--alpha must be from 0 to 1, not 1.01",
-    "--alpha -0.1": "--alpha must be from 0 to 1, not -0.1",
     "--alpha nan": "--alpha must be from 0 to 1, not nan",
     "--alpha half": "argument --alpha: invalid float value: 'half'",
     "--eta 1.5": "--eta must be from 0 to 1, not 1.5",
@@ -1317,16 +1316,11 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
     assert {path: path.read_bytes() for path in Path().rglob("*.*")} == before
 
 
-@pytest.mark.parametrize(
-    "changes, sentence",
-    [
-        ({"group_size": 2.5}, "--group-size must be of type int, not 2.5"),
-        ({"alpha": "0.3"}, "--alpha must be of type float, not '0.3'"),
-    ],
-)
-def test_wrong_settings_from_python(changes, sentence):
-    with pytest.raises(lopti.UserError, match=re.escape(sentence)):
-        lopti.Settings(**changes)
+def test_wrong_settings_from_python():
+    with pytest.raises(lopti.UserError, match="--group-size must be of type int, not 2.5"):
+        lopti.Settings(group_size=2.5)
+    with pytest.raises(lopti.UserError, match="--alpha must be of type float, not '0.3'"):
+        lopti.Settings(alpha="0.3")
 
 
 def test_importing_lopti_changes_no_environment_variable(monkeypatch):
