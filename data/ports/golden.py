@@ -185,20 +185,18 @@ def solve_case(case):
 # rollouts and model -------------------------------------------------------------------------------
 
 
-def solve_steps(case, optimizer, logprobs, old, ref, advantages, low, passes=None):
+def solve_steps(case, optimizer, logprobs, old, ref, advantages, low):
     """The optimizer steps, one after the other.
 
     `logprobs(i)` are those of response i under the policy of the moment: (T,).
     """
     weights = optimizer.param_groups[0]["params"]
-    if passes is None:
-        passes = ["low", "high"] if case["eta"] else ["all"]
+    passes = ["low", "high"] if case["eta"] else ["all"]
     for step, rows, updated in mini_batches(case, low, passes):
         of_rows = {i: logprobs(i) for i in rows}
         new = {(i, t): x for i in rows for t, x in enumerate(of_rows[i].tolist())}
         normalizer = step["response_tokens"]
-        possible = [token for token in updated if new[token] > -math.inf]  # with min-p not all
-        found, derivatives = solve_pass(case, possible, new, old, ref, advantages, normalizer)
+        found, derivatives = solve_pass(case, updated, new, old, ref, advantages, normalizer)
         slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
         torch.cat(list(of_rows.values())).backward(torch.tensor(slopes, dtype=torch.float64))
         norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
