@@ -64,7 +64,7 @@ def draw(path, runs):
     look = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
     look |= {"font.size": 12, "axes.titlesize": "medium"}
     look |= {"svg.hashsalt": "lopti", "svg.fonttype": "none"}  # the same file each time
-    with plt.style.context(["petroff10", look]):
+    with plt.style.context(["petroff10", look], after_reset=True):  # whatever a caller has set
         figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
         panels = [axes[0, 0], axes[0, 1], *axes[1]]
         for number, (label, (metrics, evaluations)) in enumerate(runs.items()):

@@ -119,6 +119,15 @@ def test_the_gradient_norm_is_that_of_autograd():
     assert doctest.testmod(lecture).failed == 0
 
 
+def test_the_distance_of_two_models():
+    """All parameters count together: 3² + 4² = 5²."""
+    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    for model, weight, bias in zip(models, (1.0, 4.0), (0.0, -4.0)):
+        torch.nn.init.constant_(model.weight, weight)
+        torch.nn.init.constant_(model.bias, bias)
+    assert lecture.distance(*models) == pytest.approx(5.0)
+
+
 def random_groups():
     """π, signal and squared norm of 30 groups of tokens; some signals are negative, not the sum."""
     generator = torch.Generator().manual_seed(0)
@@ -355,3 +364,30 @@ def test_in_the_experiment_help_becomes_harm():
     for ahead in final.values():
         assert ahead["GRPO"] == 0
         assert ahead["two-pass GRPO"] < ahead["Lopti"]
+
+
+def test_the_passes_of_the_experiment():
+    """Lopti trains on π < 0.5 first, then on the others; the two passes of GRPO on all tokens."""
+    trained = []  # for each pass: which tokens have a gradient, and their π
+
+    class Observed(lecture.SmallPolicies):
+        def logprobs(self, words):
+            logprobs = super().logprobs(words)
+            if logprobs.requires_grad:
+                pi = logprobs.detach().exp()
+                logprobs.register_hook(lambda gradient: trained.append((gradient != 0, pi)))
+            return logprobs
+
+    text = cell_that_begins("pi_of_right = 0.7")
+    train = run(text, lecture=lecture, lopti=lopti, torch=torch)["train"]
+    torch.manual_seed(0)
+    for method in ("Lopti", "two-pass GRPO", "AR"):
+        policy = Observed(0.7, 1 / 8, False, seeds=1)
+        train(method, policy, lecture.NormedDescent(policy.weights, norm=1e-6), steps=1)
+    (low, pi), (high, _), *passes_of_others = trained
+    has_advantage = (low | high).any(1)  # a response of average reward has no gradient
+    assert 2 < has_advantage.sum()
+    assert torch.equal(low, (pi < 0.5) & has_advantage[:, None])
+    assert torch.equal(high, (pi >= 0.5) & has_advantage[:, None])
+    assert len(passes_of_others) == 3
+    assert all(tokens.any(1).eq(tokens.all(1)).all() for tokens, _ in passes_of_others)

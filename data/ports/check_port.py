@@ -83,7 +83,7 @@ def float64(values):
 
 
 def read_mistakes():
-    """mistakes.diff as {name: its changes}; a change is a text of example_port.py and another."""
+    """Returns {name: changes} of mistakes.diff; a change is an old text and a new one."""
     mistakes = {}
     _, *sections = (HERE / "mistakes.diff").read_text(encoding="utf-8").split("\n@@ ")
     for section in sections:
@@ -104,7 +104,7 @@ CHOICES = [name for name in MISTAKES if name.startswith("a choice: ")]
 
 
 def port_with(names):
-    """The example port with these changes; None where two of them change the same line."""
+    """Returns the example port with these changes, or None where two change the same line."""
     source = EXAMPLE
     for name in names:
         for text, instead in MISTAKES[name]:
@@ -117,7 +117,7 @@ def port_with(names):
 
 
 def first_wrong(values, others, tolerance=TOLERANCE):
-    """The number of the first tensor that differs; infinity if none does. NaN differs."""
+    """Returns the number of the first tensor that differs (NaN does), or infinity if none does."""
     for number, (a, b) in enumerate(itertools.zip_longest(values, others)):
         if a is None or b is None or not (a - b).abs().max() < tolerance:
             return number
@@ -125,7 +125,7 @@ def first_wrong(values, others, tolerance=TOLERANCE):
 
 
 def explain(found, right, simulate, source, with_pairs=False):
-    """The names of the mistake and the choices that explain the values `found` in each golden case.
+    """Returns the names of mistakes and choices that explain the values `found` in each case.
 
     () says that the values are right, and None that nothing explains them. `right` has the right
     values, and `simulate(port, number)` gives those of another port in case `number`. Only changes
@@ -141,13 +141,15 @@ def explain(found, right, simulate, source, with_pairs=False):
     mistakes = [name for name in names if name not in CHOICES]
     choices = [name for name in names if name in CHOICES]
 
-    def agreement(port, number, tolerance=10 * TOLERANCE):  # rounding grows where steps are wrong
-        return first_wrong(found[number], simulate(port, number), tolerance)
+    def agreement(tried, number):
+        """Returns how many values these mistakes explain, up to the first wrong one of a case."""
+        values = simulate(port_with(tried), number)
+        shows = set(tried) - set(choices) and first_wrong(values, right[number]) < math.inf
+        limit = 10 * TOLERANCE if shows else TOLERANCE  # rounding grows where steps are wrong
+        return first_wrong(found[number], values, limit)
 
     def explains(tried, numbers):
-        port = port_with(tried)
-        limit = 10 * TOLERANCE if set(tried) - set(choices) else TOLERANCE
-        return port and all(agreement(port, number, limit) == math.inf for number in numbers)
+        return port_with(tried) and all(agreement(tried, i) == math.inf for i in numbers)
 
     # Mistakes are told apart in the cases in which no choice shows, and choices in the others. The
     # case that is wrong from its beginning comes first: it rules out most mistakes the soonest.
@@ -159,11 +161,10 @@ def explain(found, right, simulate, source, with_pairs=False):
             plain.append(number)
 
     def pairs():
-        """Pairs of mistakes, one of which explains more optimizer steps than most others."""
+        """Returns pairs of mistakes, one of which explains more optimizer steps than most do."""
         explained = {}
         for name in mistakes:
-            port = port_with([name])
-            steps = [min(agreement(port, number), len(found[number])) for number in plain]
+            steps = [min(agreement([name], number), len(found[number])) for number in plain]
             explained[name] = sum(steps)
         best = sorted(mistakes, key=explained.get)[-5:]
         return itertools.product(reversed(best), mistakes)
@@ -173,8 +174,9 @@ def explain(found, right, simulate, source, with_pairs=False):
         if explains(tried, plain):
             for count in range(len(choices) + 1):
                 for beside in itertools.combinations(choices, count):
-                    if explains((*tried, *beside), numbers):
-                        return (*tried, *beside)
+                    explanation = (*tried, *beside)
+                    if explanation and explains(explanation, numbers):
+                        return explanation
     return None
 
 
@@ -203,7 +205,7 @@ def judge(found, right, simulate, source, with_pairs=False):
 
 
 def outputs(name, function, case):
-    """What a function gives for a golden case, and what is right: two lists of tensors."""
+    """Returns what a function gives for a golden case, and what is right: two lists of tensors."""
     old = float64(case["old_logprobs"])
     mask = torch.arange(old.shape[1]) < torch.tensor(case["lengths"])[:, None]
     advantages = float64(case["advantages"])
@@ -231,7 +233,7 @@ def outputs(name, function, case):
 
 
 def token_losses(case, new, old, ref, advantages, mask):
-    """The loss of each token by golden.py, policy loss and KL, and its derivative by `new`."""
+    """Returns the loss of each token by golden.py, with its KL, and its derivative by `new`."""
     losses = torch.zeros_like(old)
     derivatives = torch.zeros_like(old)
     for i, t in mask.nonzero().tolist():
@@ -262,7 +264,7 @@ def check_functions(module):
 
 
 def count_problem(count, case):
-    """A sentence if an update made another number of optimizer steps than golden.json, or None."""
+    """Returns a sentence if an update made a wrong number of optimizer steps, else None."""
     expected = len(case["steps"])
     if count == expected:
         return None
@@ -296,7 +298,7 @@ def check_update(update):
 
 
 def model_cases():
-    """The cases of golden.json, and two more with prompts of two lengths; solved by golden.py."""
+    """Returns the cases of golden.json, and two more whose prompts have two lengths."""
     cases = list(GOLDEN["model"])
     case = cases[-1] | {"mini_batch_size": 2, "weight_decay": 0.01}
     plain = {"name": "GRPO, two prompts of two lengths", "alpha": 0.0, "eta": 0.0}
@@ -325,7 +327,7 @@ def new_optimizer(model, case):
 
 @torch.no_grad()
 def model_errors(model, norms, case):
-    """How far an update of the bundled model is from a golden case: tensors, 0 where it is right.
+    """Returns how far an update of the bundled model is from a golden case: tensors, 0 if right.
 
     The first is that of the first weight of each parameter, × 100: it moves by about the learning
     rate, 1e-4. The second is that of the norm of the change of all weights, and the others are
@@ -343,13 +345,13 @@ def model_errors(model, norms, case):
 
 
 def summary(errors):
-    """The largest of these errors, by name; those of single weights are absolute again."""
+    """Returns the largest of these errors, by name; those of single weights are absolute again."""
     weights, change, *norms = [float(error.abs().max()) for error in errors]
     return {"gradients": max(norms, default=0.0), "change": change, "weights": weights / 100}
 
 
 def model_differences(model, norms, case):
-    """How far an update of the bundled model is from a golden case, at worst."""
+    """Returns how far an update of the bundled model is from a golden case, at worst."""
     assert len(norms) == len(case["steps"]), count_problem(len(norms), case)
     return summary(model_errors(model, norms, case))
 

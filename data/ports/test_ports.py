@@ -281,7 +281,7 @@ def test_check_port_as_a_command(monkeypatch, capsys, tmp_path):
     assert check_port.main(["broken_port"]) == 1
     printed = capsys.readouterr().out
     assert "policy_loss: Wrong: the ratio is clipped at 1 + ε_l, not at 1 + ε_h" in printed
-    assert printed.count("Right.") == 4
+    assert printed.count("Right.") == 5
     for port, problem in (
         ("no_port:update", "No module named 'no_port'"),
         ("json", "json has none of group_advantages"),
@@ -298,7 +298,10 @@ ONE_STEP = 4  # a case with one step: only the weights show a gradient's wrong s
 NO_TOKEN = 5  # a case with a pass that has no token in its second mini-batch
 TWO_PROMPTS = 6  # a case of two groups, with prompts of two lengths and a larger weight decay
 LEFT_PADDING = (
-    "padding on the left has no attention mask: the model takes it for a part of the prompt"
+    "whole rows are padded on the left without an attention mask: the model reads the padding"
+)
+LEFT_PROMPTS = (
+    "prompts are padded on the left without an attention mask: the model reads the padding"
 )
 SHIFTED_LOGITS = "the logits are shifted by one: log π of a token is read at the token itself"
 ZERO_STEP, *_ = check_port.CHOICES
@@ -327,6 +330,11 @@ LEVEL_3 = {  # changes of the example port, the number of a case, what is printe
         TWO_PROMPTS,
         [f"Wrong: {LEFT_PADDING}"],
     ),
+    "left prompts": (
+        check_port.MISTAKES[LEFT_PROMPTS],
+        TWO_PROMPTS,
+        [f"Wrong: {LEFT_PROMPTS}"],
+    ),
     "shifted logits": (
         check_port.MISTAKES[SHIFTED_LOGITS][1:],
         NO_TOKEN,
@@ -352,7 +360,7 @@ LEVEL_3 = {  # changes of the example port, the number of a case, what is printe
 def test_level_3_sees_norms_weights_positions_and_the_optimizer(name, monkeypatch, capsys, knows):
     """Level 3 passes right ports, fails wrong ones, and names what it knows."""
     changes, number, right_lines = LEVEL_3[name]
-    knows([SHIFTED_LOGITS, LEFT_PADDING, ZERO_STEP])
+    knows([SHIFTED_LOGITS, LEFT_PROMPTS, LEFT_PADDING, ZERO_STEP])
     monkeypatch.setattr(check_port, "model_cases", lambda: [CASES[number]])
     code = check_port.check_model_update(changed_port(*changes).update_model)
     _, *lines = capsys.readouterr().out.splitlines()
@@ -365,8 +373,8 @@ def test_level_3_sees_norms_weights_positions_and_the_optimizer(name, monkeypatc
 
 
 def test_three_cases_of_level_3_have_prompts_of_two_lengths():
-    """In each of them, padding on the left without an attention mask is wrong."""
-    port = check_port.port_with([LEFT_PADDING])
+    """In each of them, prompts padded on the left without an attention mask are wrong."""
+    port = check_port.port_with([LEFT_PROMPTS])
     wrong = []
     for case in CASES:
         model = check_port.bundled_model()
