@@ -268,11 +268,14 @@ def plain_steps(policy, reference, optimizer, rows, passes, settings):
 
 
 @pytest.mark.parametrize("flags", TRAINING)
-def test_training_step_against_a_plain_second_implementation(flags):
+def test_training_step_against_a_plain_second_implementation(flags, monkeypatch):
     """Two training steps compute what `plain_steps` computes from the same responses.
 
     Compared are rewards, log π and entropies, what every optimizer step reports, and the weights.
+    How to sample, and in what parts to compute, is what the flags say.
     """
+    sampled = watch(monkeypatch, lopti, "sample")
+    parts = watch(monkeypatch, lopti, "micro_batches")
     settings = settings_of(OFF_DEFAULT + flags)
     passes = TRAINING[flags].split()
     policy = random_model(ends=ENDS, hidden_size=16, attention_dropout=0.5).double()
@@ -302,6 +305,8 @@ def test_training_step_against_a_plain_second_implementation(flags):
             assert result == pytest.approx(expected, rel=1e-3, abs=1e-5)
             happened |= {name for name, value in result.items() if value}
     assert set(CLIPS.values()) <= happened  # every clip was active somewhere
+    assert sampled.call_args.args[3:] == (0.7, 6, 8)  # T_s, most tokens, responses at a time
+    assert {call.args[2] for call in parts.call_args_list} == {24}  # tokens
     moved = (weights(plain) - start).norm()
     assert moved > 1
     assert (weights(policy) - weights(plain)).norm() < 1e-3 * moved
@@ -652,10 +657,10 @@ def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
     assert torch.equal(of_rows, mask[1:])
 
 
-SHARES = [  # 33 of the 67 tokens have π < τ_p, of which STAPO leaves out 24
+SHARES = [  # at T_s = 0.7, 43 of the 67 tokens have π < τ_p, of which STAPO leaves out 32
     ("--top-entropy 0.5", 0.5, -1),
     ("--top-entropy 0.001", 0, 0),
-    ("--stapo", 43 / 67, -1),
+    ("--stapo --temperature 0.7", 35 / 67, -1),
 ]
 
 
@@ -1066,13 +1071,14 @@ def test_ctrl_c_says_what_was_done_and_how_to_go_on(
 
 
 def test_a_run_that_does_not_begin_leaves_no_folder(flags, tmp_path, monkeypatch):
-    """A wrong model or file leaves nothing behind; what a run has written stays.
+    """A wrong file or length leaves nothing behind; what a run has written stays.
 
     config.json has the learning rate that was worked out.
     """
-    assert exit_code(f"{flags} --data {tmp_path}/missing.jsonl --output {tmp_path}/run") == 2
-    assert not (tmp_path / "run").exists()
     monkeypatch.setattr(lopti, "log_evaluation", Mock(side_effect=lopti.UserError("no")))
+    for wrong in ("--data missing.jsonl", "--max-new-tokens 9999"):
+        assert exit_code(f"{flags} {wrong} --output {tmp_path}/run") == 2
+        assert not (tmp_path / "run").exists()
     flags = flags.replace("--learning-rate 2e-3", "")
     assert exit_code(f"{flags} --output {tmp_path}/run") == 2
     assert json.loads((tmp_path / "run" / "config.json").read_text())["learning_rate"] == 1e-6
