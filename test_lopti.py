@@ -1195,7 +1195,7 @@ def test_a_run_says_what_is_made_for_the_bundled_model(capsys):
     assert rate == "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
     assert others == ["--max-new-tokens 256 is made for the bundled model: choose your own."]
     rate, *others = printed("--model mine --learning-rate 1e-5 --max-new-tokens 99")
-    assert rate == "The learning rate is 1e-05, as given."
+    assert rate == "The learning rate is 1e-05, as given, or as in config.json."
     assert others == ["--steps 24 is made for the bundled model: choose your own."]
 
 
@@ -1257,8 +1257,8 @@ def test_the_python_on_the_pages():
 
 REFUSED = {  # flags: what the sentence names
     "--model no/such-model": "cannot load --model no/such-model",
-    "--model finished/last": "there is no folder --model finished/last",
-    "--model my/runs/last": "there is no folder --model my/runs/last",
+    "--model finished/last": "--model finished/last is no folder",
+    "--model my/runs/last": "--model my/runs/last is no folder",
     "--model weights": "cannot load --model weights",  # without a tokenizer
     "--model endless": "has no token that ends a response",
     "--model endless --device nonsense": "on --device nonsense",
