@@ -138,9 +138,13 @@ def main(words=None):
             lopti.checkpoint_layers(policy)
         examples, _ = lopti.load_data(settings, tokenizer)
         tokens, norms = measure(policy, tokenizer, examples, args.batches, settings)
-        if not norms.sum(0).all():
+        has_gradient = norms[:, 4] > 0  # a batch of equal rewards has none, and says nothing
+        tokens = tokens[has_gradient]
+        norms = norms[has_gradient]
+        if len(norms) < 2 or not norms.sum(0).all():
             raise lopti.UserError(
-                "a gradient norm is 0: no group has unequal rewards, or a bin has no token"
+                f"{len(norms)} of {args.batches} batches have groups with unequal rewards; two are "
+                "needed for an interval, with tokens in each bin"
             )
         print(summarize(tokens, norms).to_string(float_format="{:.2f}".format))
         print(f"\n{message(tokens, norms)} In the paper it is 4.9 times.")

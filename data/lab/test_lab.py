@@ -122,7 +122,7 @@ def test_diagnose_from_flags_to_table(monkeypatch, unequal_rewards, capsys):
     """The program prints the table and what it does not show.
 
     Before that it prints a line for each batch, and the last one has the numbers of the table. It
-    ends in one sentence where a norm is 0, which has no ratio.
+    leaves out batches without a gradient, and ends in one sentence if fewer than two are left.
     """
     words = [*SMALL, "--batches", "2"]
     diagnose.main([*words, "--alpha", "0.3"])
@@ -137,10 +137,15 @@ def test_diagnose_from_flags_to_table(monkeypatch, unequal_rewards, capsys):
     assert first.partition(":")[2] != last.partition(":")[2]
     assert "In the paper it is 4.9 times." in printed
     assert "This does not say whether a method helps" in printed
-    monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((2, 4)), np.zeros((2, 5))))
+    norms = np.array([[3.0, 1, 1, 1, 2], [0, 0, 0, 0, 0], [1, 1, 1, 1, 2]])
+    monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((3, 4)), norms))
+    diagnose.main(words)
+    # of the two batches that have a gradient: half of the interval of 3 and 1 is 12.706
+    assert "is 2.0 ± 12.7 times as large" in capsys.readouterr().out
+    norms[2] = 0
     with pytest.raises(SystemExit, match="2"):
         diagnose.main(words)
-    assert "no group has unequal rewards" in capsys.readouterr().err
+    assert "1 of 2 batches have groups with unequal rewards" in capsys.readouterr().err
 
 
 # compare.py ---------------------------------------------------------------------------------------
