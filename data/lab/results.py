@@ -388,18 +388,18 @@ def gpu_step():
     measured = pandas.read_json(FOLDER / "gpu_h100.jsonl", lines=True)
     step = measured[(measured.run == "whole_step") & (measured.longest != 8)]
     parts = step.groupby("part")[["seconds", "peak_GiB"]].agg({"seconds": "sum", "peak_GiB": "max"})
+    parts.loc["training_step", "peak_GiB"] = parts.peak_GiB.max()
     labels = {
         "sample": "sampling 64 responses of 1,024 tokens",
         "response_logprobs": "log-probabilities, of the policy and of the initial model",
         "update": "both passes of Lopti, two optimizer steps each",
-        "save_checkpoint": "saving a checkpoint of 37 GB",
+        "training_step": "the whole training step",
+        "save_checkpoint": "after it, saving a checkpoint of 37 GB",
     }
     lines = []
     for part, label in labels.items():
         row = parts.loc[part]
         lines.append([label, f"{row.seconds:.0f}", f"{row.peak_GiB:.0f} GiB"])
-    whole = f"{parts.seconds.training_step:.0f}"
-    lines.append(["the whole training step", whole, f"{parts.peak_GiB.max():.0f} GiB"])
     return table(["part", "seconds", "peak memory of the tensors"], lines)
 
 
