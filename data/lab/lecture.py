@@ -81,7 +81,7 @@ def source(function, first, last):
 
 
 def gradient_norm(logits, ids):
-    """The norm of the gradient of each token's log π with respect to the logits.
+    """Returns the norm of the gradient of each token's log π with respect to the logits.
 
         ‖∇_z log π_j‖ = ‖e_j - π‖,   z the logits, π = softmax(z)
 
@@ -95,7 +95,7 @@ def gradient_norm(logits, ids):
 
 
 def distance(model, other):
-    """The norm of the difference between the weights of two models."""
+    """Returns the norm of the difference between the weights of two models."""
     squares = 0.0
     for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
         squares += float((ours - theirs).detach().square().sum())
@@ -103,7 +103,7 @@ def distance(model, other):
 
 
 def gain_of_step(pi, signal, squared_norm, alpha):
-    """How far a step of norm 1 goes along the mean gradient, in units of a step of GRPO.
+    """Returns how far a step of norm 1 goes along the mean gradient, in units of a step of GRPO.
 
         (Σ s·w / Σ s) / √(Σ v·w² / Σ v),   w = 1 - α + α·π
 
@@ -164,7 +164,7 @@ class SmallPolicies:
             tensor.requires_grad_()
 
     def log_pi(self):
-        """log π of each word: (seeds, T, V)."""
+        """Returns log π of each word: (seeds, T, V)."""
         change = self.weights[-1]
         if self.places is not None:
             change = (self.places @ self.weights[0]).tanh() @ change
@@ -193,7 +193,7 @@ class SmallPolicies:
 
 
 def count_right(words):
-    """The reward of each response, the number of right reward tokens: (B, T) → (B,)."""
+    """Returns the reward of each response, the number of right reward tokens: (B, T) → (B,)."""
     return (words[:, :REWARD_TOKENS] == 0).sum(1).float()
 
 
@@ -217,7 +217,7 @@ class NormedDescent:
 
 
 def accuracy_at(path, kl):
-    """The accuracy of each seed where it first reaches these KLs (K,): (seeds, K)."""
+    """Returns the accuracy of each seed where it first reaches these KLs (K,): (seeds, K)."""
     rows = []
     for seed in range(path.shape[2]):
         reached = numpy.maximum.accumulate(path[:, 0, seed])
@@ -245,7 +245,7 @@ def ahead_of_grpo(paths, most=1.0):
 
 
 def standing(means, halves):
-    """Where a method stands at the last KL, in words, such as "0.034 ahead of GRPO"."""
+    """Says where a method stands at the last KL, in words, such as "0.034 ahead of GRPO"."""
     if abs(means[-1]) <= halves[-1]:
         return "level with GRPO"
     return f"{abs(means[-1]):.3f} {'ahead of' if means[-1] > 0 else 'behind'} GRPO"

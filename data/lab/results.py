@@ -165,7 +165,7 @@ def of_runs(measure):
 
 
 def of_tasks(compared):
-    """{(task and optimizer, pair): Difference} of synthetic_tasks.csv."""
+    """Returns {(task and optimizer, pair): Difference} of synthetic_tasks.csv."""
     tasks = pandas.read_csv(FOLDER / "synthetic_tasks.csv")
     tasks = tasks[tasks.compared == compared]
     tasks = tasks.assign(row=tasks.task + ", " + tasks.optimizer)
@@ -181,7 +181,7 @@ def of_tasks(compared):
 
 
 def steps_of_r4():
-    """{method: {seed: the accuracy and the KL of each training step}}."""
+    """Returns {method: {seed: the accuracy and the KL of each training step}}."""
     runs = pandas.read_csv(FOLDER / "runs.csv")
     steps = pandas.read_csv(FOLDER / "steps.csv").merge(runs, on="run")
     found = {}
@@ -191,7 +191,7 @@ def steps_of_r4():
 
 
 def at_equal_kl(first, second):
-    """A difference for each seed; first and second: {seed: accuracy and KL of each step}.
+    """Returns a difference for each seed; first and second: {seed: accuracy and KL of each step}.
 
     Both jump from step to step, so each is the mean of five steps. The difference is a mean over
     the KL that both runs cover, from 0.006 to 0.05 at most.
@@ -235,7 +235,7 @@ def table(head, lines):
 
 
 def grid(corner, rows, columns, found):
-    """A table of found[row, column]; rows and columns: {label: key}."""
+    """Returns a table of found[row, column]; rows and columns: {label: key}."""
     lines = []
     for label, row in rows.items():
         lines.append([label, *[shown(found.get((row, column))) for column in columns.values()]])
@@ -243,7 +243,7 @@ def grid(corner, rows, columns, found):
 
 
 def names(*keys):
-    """Rows or columns of a table whose labels are their keys."""
+    """Returns rows or columns of a table whose labels are their keys."""
     return {key: key for key in keys}
 
 
@@ -321,7 +321,7 @@ def equal_kl(training):
 
 
 def rules():
-    """{task and optimizer: what the rule of R7 says}."""
+    """Returns {task and optimizer: what the rule of R7 says}."""
     said = {}
     for job in pandas.read_csv(FOLDER / "synthetic_rule.csv").itertuples():
         signal = job.mean_pi_by_mean_gradient
@@ -384,7 +384,7 @@ def of_r11(training, final):
 
 
 def gpu_step():
-    """The guide's table of one training step on an H100."""
+    """Returns the guide's table of one training step on an H100."""
     measured = pandas.read_json(FOLDER / "gpu_h100.jsonl", lines=True)
     step = measured[(measured.run == "whole_step") & (measured.longest != 8)]
     parts = step.groupby("part")[["seconds", "peak_GiB"]].agg({"seconds": "sum", "peak_GiB": "max"})
@@ -404,7 +404,7 @@ def gpu_step():
 
 
 def tables():
-    """{name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
+    """Returns {name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
     training = of_runs("training_accuracy")
     final = of_runs("final_accuracy")
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
@@ -493,7 +493,7 @@ def synthetic_tasks():
 
 
 def svg(draw):
-    """A picture as text. Its coordinates have two digits: rounding errors do not show."""
+    """Returns a picture as text. Its coordinates have two digits: rounding errors do not show."""
     with plt.style.context(LOOK, after_reset=True):  # whatever the caller has set
         figure = draw()
         file = io.StringIO()
@@ -503,7 +503,7 @@ def svg(draw):
 
 
 def filled(path):
-    """The text of a page, with its tables as they are now."""
+    """Returns the text of a page, with its tables as they are now."""
     page, *parts = path.read_text(encoding="utf-8").split("<!-- table: ")
     printed = tables()
     end = "<!-- end of table -->"
@@ -514,7 +514,7 @@ def filled(path):
 
 
 def files():
-    """{path: text}: the pages with their tables, and the pictures."""
+    """Returns {path: text}: the pages with their tables, and the pictures."""
     guide = FOLDER.parents[1] / "GUIDE.md"
     pages = {page: filled(page) for page in (FOLDER / "RESULTS.md", guide)}
     pictures = {

@@ -99,18 +99,18 @@ def group_advantages(case):
 
 
 def by_token(rows, lengths=None):
-    """Rows as {(i, t): value}, without their padding."""
+    """Returns rows as {(i, t): value}, without their padding."""
     lengths = lengths or [len(row) for row in rows]
     return {(i, t): rows[i][t] for i, length in enumerate(lengths) for t in range(length)}
 
 
 def by_row(values, like, empty=0.0):
-    """{(i, t): value} as rows, which are as long as those of `like`."""
+    """Returns {(i, t): value} as rows, which are as long as those of `like`."""
     return [[values.get((i, t), empty) for t in range(len(row))] for i, row in enumerate(like)]
 
 
 def reweight_and_split(case, old, advantages):
-    """Â after Eq. 4, and whether π_old < η, of every token."""
+    """Returns Â after Eq. 4, and whether π_old < η, of every token."""
     reweighted = {}
     low = {}
     for (i, t), logprob in old.items():
@@ -186,7 +186,7 @@ def solve_case(case):
 
 
 def solve_steps(case, optimizer, logprobs, old, ref, advantages, low):
-    """The optimizer steps, one after the other.
+    """Returns the optimizer steps, one after the other.
 
     `logprobs(i)` are those of response i under the policy of the moment: (T,).
     """
@@ -207,7 +207,7 @@ def solve_steps(case, optimizer, logprobs, old, ref, advantages, low):
 
 
 def response_logprobs(logits, response, temperature):
-    """log π of the tokens of a response, (T,), from their logits, (T, V)."""
+    """Returns log π of the tokens of a response, (T,), from their logits, (T, V)."""
     every_logprob = (logits / temperature).log_softmax(-1)
     return every_logprob[range(len(response)), response]
 
@@ -240,7 +240,7 @@ def solve_rollout(case):
 
 
 def solve_model(case):
-    """The reference is the first policy: its log π are the old."""
+    """Returns the reference is the first policy: its log π are the old."""
     logging.disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(HERE.parent / "tiny", dtype=torch.float64)
     responses = case["responses"]
@@ -273,7 +273,7 @@ def solve_model(case):
 
 
 def solve_part(part, cases):
-    """A part of golden.json, every output computed anew from the inputs."""
+    """Returns a part of golden.json, every output computed anew from the inputs."""
     solvers = {"cases": solve_case, "rollouts": solve_rollout, "model": solve_model}
     return [case | solvers[part](case) for case in cases]
 

@@ -87,7 +87,7 @@ class LoptiTrainer(GRPOTrainer):
 
 
 def response_mask(inputs):
-    """The tokens that the policy has sampled: (B, T)."""
+    """Returns the tokens that the policy has sampled: (B, T)."""
     return (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
 
 

@@ -52,7 +52,7 @@ class LoptiTrainer(PPOTrainerSync):
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **others):
-    """The reward of one response to a puzzle, a number, in verl's signature."""
+    """Returns the reward of one response to a puzzle, a number, in verl's signature."""
     from rewards import kk_reward
 
     if isinstance(ground_truth, dict):
