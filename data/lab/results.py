@@ -1,9 +1,9 @@
-"""Prints the tables of results/RESULTS.md and draws its pictures from the files beside it.
+"""Prints the tables of results/RESULTS.md and draws its picture from the files beside it.
 
 python data/lab/results.py        # a test asks that this changes nothing
 
 A difference is one of accuracies: its mean over the seeds that both methods have, and half of its
-95 % interval (Student's t). It is bold in a table, and its mark in a picture is filled, if it is
+95 % interval (Student's t). It is bold in a table, and its mark in the picture is filled, if it is
 significant at 5 % after Holm's correction.
 """
 
@@ -29,7 +29,7 @@ COLORS = {  # orange is low probability, blue is high; colour-blind readers can 
     "reversed Lopti": "#8FD1BB",
     "AR + Lopti": "#009E73",
 }
-LOOK = {  # of the pictures
+LOOK = {  # of the picture
     "font.size": 12,
     "axes.spines.left": False,
     "axes.spines.top": False,
@@ -102,7 +102,13 @@ SEVEN = {  # the comparisons of the first picture: {name on the page: name in ru
     "SmolLM2, true or false, first (R11)": "SmolLM2, true or false, first",
     "SmolLM2, true or false, second (R11)": "SmolLM2, true or false, second",
 }
-COMPARED = ("at equal KL", "at the best rates")
+SYNTHETIC = {  # the tasks of R7: π of a right and a wrong reward token, π of the noise tokens
+    "noise at low π": ("0.6, 0.4", "eight with 1/8 each"),
+    "equal noise at every π": ("0.55, 0.45", "0.55, 0.45"),
+    "rare mistakes": ("0.9, 0.1", "0.7, 0.3"),
+    "rare right answers": ("0.1, 0.9", "0.6, 0.4"),
+    "noise depends on the first decision": ("0.6, 0.4", "0.5, seven with 1/14 each"),
+}
 FIRST_STEPS = {  # columns of the table of R8 and R9: what is measured
     "ratio of the norms": "norm of π < 0.25 / norm of π ≥ 0.75",
     "step A − step B": "difference of the two updates",
@@ -320,21 +326,6 @@ def equal_kl(training):
     return table([*head, "KL at the end"], lines)
 
 
-def rules():
-    """Returns {task and optimizer: what the rule of R7 says}."""
-    said = {}
-    for job in pandas.read_csv(FOLDER / "synthetic_rule.csv").itertuples():
-        signal = job.mean_pi_by_mean_gradient
-        variance = job.mean_pi_by_squared_norm
-        words = f"no effect ({signal:.3f} = {variance:.3f})"
-        if signal > variance:
-            words = f"AR helps ({signal:.3f} > {variance:.3f})"
-        if signal < variance:
-            words = f"AR does harm ({signal:.3f} < {variance:.3f})"
-        said[f"{job.task}, {job.optimizer}"] = words
-    return said
-
-
 def of_r6(training):
     found = {}  # {(pair without α, α): Difference}
     for (comparison, pair), each in training.items():
@@ -346,13 +337,27 @@ def of_r6(training):
     return grid("bundled model", rows, names("α = 0.3", "α = 0.6", "α = 1"), found)
 
 
-def of_r7():
-    found = {}  # {(task and optimizer, what is compared and how): Difference}
-    for compared in COMPARED:
-        for (row, pair), each in of_tasks(compared).items():
-            found[row, f"{pair}, {compared}"] = each
-    columns = [f"{pair}, {compared}" for pair in (TWO_PASSES, AR) for compared in COMPARED]
-    return grid("task, optimizer", names(*rules()), names(*columns), found)
+def tasks_of_r7():
+    means = pandas.read_csv(FOLDER / "synthetic_rule.csv").groupby("task", sort=False).first()
+    lines = []
+    for task, (reward_tokens, noise_tokens) in SYNTHETIC.items():
+        of_task = means.loc[task]
+        rule = f"{of_task.mean_pi_by_mean_gradient:.3f}, {of_task.mean_pi_by_squared_norm:.3f}"
+        lines.append([task, reward_tokens, noise_tokens, rule])
+    head = ["task", "π of a right, a wrong reward token", "π of noise tokens", "E_s[π], E_v[π]"]
+    return table(head, lines)
+
+
+def of_r7(compared):
+    found = of_tasks(compared)
+    rows = {}
+    for task in SYNTHETIC:
+        for optimizer in ("fixed norm", "AdamW"):
+            row = f"{task}, {optimizer}"
+            if (row, AR) in found:
+                rows[row] = row
+    columns = {pair.removesuffix(" − GRPO"): pair for pair in (AR, AR_1, TWO_PASSES, LOPTI)}
+    return grid(f"minus GRPO, {compared}", rows, columns | names(SPLIT), found)
 
 
 def of_r10(training):
@@ -424,7 +429,9 @@ def tables():
         "R4": equal_kl(training),
         "R5": grid("accuracy in training", of_r5, names(ORDER, RANDOM), training),
         "R6": of_r6(training),
-        "R7": of_r7(),
+        "R7, tasks": tasks_of_r7(),
+        "R7, at equal KL": of_r7("at equal KL"),
+        "R7, at the best rates": of_r7("at the best rates"),
         "R8 and R9": first_steps("setting", FIRST_STEPS),
         "R10": of_r10(training),
         "R11": of_r11(training, final),
@@ -432,64 +439,42 @@ def tables():
     }
 
 
-# The pictures -------------------------------------------------------------------------------------
+# The picture --------------------------------------------------------------------------------------
 
 
-def forest(title, xlabel, rows, pairs, series, limit):
-    """A panel for each pair, and in it a mark for each row and each {(row, pair): Difference}."""
-    lines = len(rows) * len(series)  # of marks in a panel
-    size = (12.5, 2 + 0.5 * lines)
-    figure, panels = plt.subplots(1, len(pairs), figsize=size, sharey=True)
+def comparisons():
+    """A panel for each pair of methods, and in it a mark for each of the seven comparisons."""
+    pairs = (AR, LOPTI, TWO_PASSES, SPLIT)
+    found = of_runs("training_accuracy")
+    figure, panels = plt.subplots(1, len(pairs), figsize=(12.5, 5.5), sharey=True)
     for panel, pair in zip(panels, pairs, strict=True):
         first, _, second = pair.partition(" − ")
         color = COLORS[first] if second == "GRPO" else "black"
         panel.axvline(0, color="#888888", linewidth=0.8, zorder=0)
-        for row in range(1, len(rows)):
-            panel.axhline(row * len(series) - 0.55, color="#dddddd", linewidth=0.8, zorder=0)
-        for line in range(lines):
-            row, place = divmod(line, len(series))
-            each = series[place].get((list(rows.values())[row], pair))
+        for line, comparison in enumerate(SEVEN.values()):
+            each = found.get((comparison, pair))
             weight = "bold" if each and each.p < 0.05 else "normal"
             style = {"ha": "center", "size": 11, "weight": weight}
             paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
             text = shown(each).strip("*") if each else "not run"
             panel.text(0, line - 0.24, text, bbox=paper, **style)
+            if line:
+                panel.axhline(line - 0.55, color="#dddddd", linewidth=0.8, zorder=0)
             if each:
                 fill = color if weight == "bold" else "white"
                 style = {"color": color, "markerfacecolor": fill, "markersize": 7, "capsize": 3}
-                panel.errorbar(each.mean, line + 0.08, xerr=each.half, fmt="oD"[place], **style)
+                panel.errorbar(each.mean, line + 0.08, xerr=each.half, fmt="o", **style)
         panel.set_title(pair, size=11, weight="bold")
-        panel.set(xlim=(-limit, limit), ylim=(lines - 0.5, -0.8))
-    middles = [(row + 0.5) * len(series) - 0.5 for row in range(len(rows))]
-    panels[0].set_yticks(middles, rows)
-    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
-    figure.supxlabel(xlabel, size=12)
-    return figure
-
-
-def comparisons():
+        panel.set(xlim=(-0.2, 0.2), ylim=(len(SEVEN) - 0.5, -0.8))
+    panels[0].set_yticks(range(len(SEVEN)), SEVEN)
     title = (
         "AR made no significant difference. Lopti was better than GRPO in three of seven\n"
         "comparisons, but never better than GRPO with two passes."
     )
+    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
     xlabel = "difference in accuracy during training, with its 95 % interval (filled: significant)"
-    pairs = (AR, LOPTI, TWO_PASSES, SPLIT)
-    return forest(title, xlabel, SEVEN, pairs, [of_runs("training_accuracy")], limit=0.2)
-
-
-def synthetic_tasks():
-    title = "AR with α = 1 and Lopti gain only in the task “noise at low π”"
-    xlabel = (
-        "difference in accuracy, with its 95 % interval (filled: significant). "
-        "Circles: at equal KL. Diamonds: each method at its best learning rate."
-    )
-    rows = {}
-    for row, words in rules().items():
-        label = row.replace("the first decision", "the\nfirst decision").replace(", ", ",\n")
-        words = words.replace(" (", "\n(")
-        rows[f"{label}\nrule: {words}"] = row
-    series = [of_tasks(compared) for compared in COMPARED]
-    return forest(title, xlabel, rows, (AR_1, LOPTI, SPLIT), series, limit=0.27)
+    figure.supxlabel(xlabel, size=12)
+    return figure
 
 
 def svg(draw):
@@ -514,13 +499,11 @@ def filled(path):
 
 
 def files():
-    """Returns {path: text}: the pages with their tables, and the pictures."""
+    """Returns {path: text}: the pages with their tables, and the picture."""
     guide = FOLDER.parents[1] / "GUIDE.md"
-    pages = {page: filled(page) for page in (FOLDER / "RESULTS.md", guide)}
-    pictures = {
-        FOLDER / f"{draw.__name__}.svg": svg(draw) for draw in (comparisons, synthetic_tasks)
-    }
-    return pages | pictures
+    texts = {page: filled(page) for page in (FOLDER / "RESULTS.md", guide)}
+    texts[FOLDER / "comparisons.svg"] = svg(comparisons)
+    return texts
 
 
 if __name__ == "__main__":
