@@ -109,9 +109,11 @@ SYNTHETIC = {  # the tasks of R7: π of a right and a wrong reward token, π of 
     "rare right answers": ("0.1, 0.9", "0.6, 0.4"),
     "noise depends on the first decision": ("0.6, 0.4", "0.5, seven with 1/14 each"),
 }
-FIRST_STEPS = {  # columns of the table of R8 and R9: what is measured
-    "ratio of the norms": "norm of π < 0.25 / norm of π ≥ 0.75",
-    "step A − step B": "difference of the two updates",
+SECOND_CLAIM = {  # columns of the table of R9: what is measured
+    "norm of π < 0.25, divided by π ≥ 0.75": "norm of π < 0.25 / norm of π ≥ 0.75",
+    "change by step A − change by step B": "difference of the two updates",
+}
+FIRST_STEPS = {  # columns of the table of R8: what is measured
     "E_s[π]": "average π by the mean gradient",
     "E_v[π]": "average π by the squared norm",
     "AR, α = 0.3": "gain of AR α = 0.3, gradient descent",
@@ -279,7 +281,7 @@ def first_steps(corner, columns, settings=None):
 def kinds_of_tokens():
     groups = pandas.read_csv(FOLDER / "r2.csv", index_col="group")
     lines = []
-    for kind in ("all of them", "synonyms", "</think>", "new try"):
+    for kind in ("all of them", "synonyms", "</think>", "new try", "all else"):
         row = groups.loc[f"π < 0.25, {kind}"]
         squared = f"{row.share_of_squared_norm:.2f} ± {row.squared_norm_half_interval:.2f}"
         mean = f"{row.share_of_mean_gradient:.2f} ± {row.mean_gradient_half_interval:.2f}"
@@ -432,7 +434,8 @@ def tables():
         "R7, tasks": tasks_of_r7(),
         "R7, at equal KL": of_r7("at equal KL"),
         "R7, at the best rates": of_r7("at the best rates"),
-        "R8 and R9": first_steps("setting", FIRST_STEPS),
+        "R8": first_steps("first step", FIRST_STEPS, models),
+        "R9": first_steps("setting", SECOND_CLAIM),
         "R10": of_r10(training),
         "R11": of_r11(training, final),
         "GPU": gpu_step(),
