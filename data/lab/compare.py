@@ -92,7 +92,7 @@ def main(words=None):
         description=__doc__, formatter_class=look, usage=usage, allow_abbrev=False
     )
     parser.add_argument(
-        "--seeds", type=int, default=5, help="number of seeds: 0, 1, ... (default: %(default)s)"
+        "--seeds", type=int, default=5, help="seeds 0, 1, ..., two or more (default: %(default)s)"
     )
     parser.add_argument(
         "--output",
@@ -103,12 +103,14 @@ def main(words=None):
     args, lists = parser.parse_known_args(words[:end])
     common = words[end + 1 :]
     names = [flags or "GRPO" for flags in lists]
-    if len(names) < 2 or len(names) > len(set(names)) or args.seeds < 1:
-        parser.error("give two or more lists of flags, all different, and --seeds 1 or more")
+    if len(names) < 2 or len(names) > len(set(names)) or args.seeds < 2:
+        parser.error("give two or more lists of flags, all different, and --seeds 2 or more")
     rows = []
     runs = {name: [] for name in names}
     try:
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
+        if min(method.steps for method in methods) < 2:
+            raise lopti.UserError("give --steps 2 or more: the accuracy leaves out the first step")
         for seed in range(args.seeds):  # all methods with one seed, then the next seed
             for name, method in zip(names, methods):
                 print(f"{name}, seed {seed}", flush=True)
@@ -121,14 +123,14 @@ def main(words=None):
                 runs[name].append(run)
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
+    except KeyboardInterrupt:
+        print("Stopped. The same command goes on after the runs that have finished.")
+        sys.exit(130)
     table = pandas.DataFrame(rows)
     print("\nAccuracy, averaged over seeds")
     print(table.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
     print("\nMean difference between runs with the same seed; ± is half of a 95 % interval")
-    differences = paired_differences(table)
-    print(differences.round(3).to_string())
-    if differences.isna().any(axis=None):
-        print("NaN is not defined: training leaves out the first step, and ± needs two seeds.")
+    print(paired_differences(table).round(3).to_string())
     plot = args.output / "curves.png"
     curve.draw(plot, {name: mean_over_seeds(of_name) for name, of_name in runs.items()})
     print(f"\nThe plot is in {plot}.")

@@ -73,9 +73,10 @@ def measure(policy, tokenizer, examples, batches, settings):
         tokens.append(counts)
         norms.append(means)
         total = np.sum(norms, 0)
-        shares = numbers(np.sum(tokens, 0) / np.sum(tokens))
-        relative = numbers(total[:4] / max(total[4], 1e-9))
-        line = f"share of the tokens {shares}, gradient norm {relative}"
+        line = "no gradient, because all rewards of a group are equal"
+        if total[4]:
+            shares = numbers(np.sum(tokens, 0) / np.sum(tokens))
+            line = f"share of the tokens {shares}, gradient norm {numbers(total[:4] / total[4])}"
         print(f"batch {number} of {batches}: {line}", flush=True)
     return np.array(tokens), np.array(norms)
 
@@ -141,11 +142,13 @@ def main(words=None):
         has_gradient = norms[:, 4] > 0  # a batch of equal rewards has none, and says nothing
         tokens = tokens[has_gradient]
         norms = norms[has_gradient]
-        if len(norms) < 2 or not norms.sum(0).all():
+        if len(norms) < 2:
             raise lopti.UserError(
-                f"{len(norms)} of {args.batches} batches have groups with unequal rewards; two are "
-                "needed for an interval, with tokens in each bin"
+                f"an interval needs two batches with groups of unequal rewards, not {len(norms)}"
             )
+        for name, total in zip(BINS, norms.sum(0)):
+            if not total:
+                raise lopti.UserError(f"no token with {name} has a gradient: give more --batches")
         print(summarize(tokens, norms).to_string(float_format="{:.2f}".format))
         print(f"\n{message(tokens, norms)} In the paper it is 4.9 times.")
         print("This does not say whether a method helps: compare.py trains with and without it.")

@@ -145,7 +145,12 @@ def test_diagnose_from_flags_to_table(monkeypatch, unequal_rewards, capsys):
     norms[2] = 0
     with pytest.raises(SystemExit, match="2"):
         diagnose.main(words)
-    assert "1 of 2 batches have groups with unequal rewards" in capsys.readouterr().err
+    assert "needs two batches with groups of unequal rewards, not 1" in capsys.readouterr().err
+    norms[2] = [1, 1, 0, 1, 2]
+    norms[0, 2] = 0
+    with pytest.raises(SystemExit, match="2"):
+        diagnose.main(words)
+    assert "no token with 0.5 to 0.75 has a gradient" in capsys.readouterr().err
 
 
 # compare.py ---------------------------------------------------------------------------------------
@@ -217,7 +222,7 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
         ["GRPO,", "seed", "0"],
         ["training", "0.300,", "held", "out", "0.500,", "in", trained[0].output],
     ]
-    assert "report" not in printed and "NaN" not in printed
+    assert "report" not in printed
     expected = []
     for seed in (0, 1):
         expected += [(seed, 0, 0, 2), (seed, 0.5, 0, 0), (seed, 0, 0.3, 2)]
@@ -247,14 +252,20 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     assert [Path(one.output) for one in trained[6:]] == folders[1:3]
 
 
-def test_compare_says_why_a_number_is_missing_and_draws_means(trained, monkeypatch, capsys):
-    """One seed has no interval. Each list of flags gets one curve, the mean over the seeds."""
+def test_compare_says_how_to_go_on(trained, monkeypatch, capsys):
+    """Ctrl-C ends in one sentence and exit code 130."""
+    monkeypatch.setattr(lopti, "train", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match="130"):
+        compare.main(["", "--eta 0.5"])
+    assert "The same command goes on" in capsys.readouterr().out
+
+
+def test_compare_draws_means(trained, monkeypatch):
+    """Each list of flags gets one curve, the mean over the seeds."""
     drawn = []
     monkeypatch.setattr(curve, "draw", lambda path, runs: drawn.append((path, runs)))
-    compare.main(["--seeds", "1", "", "--eta 0.5"])
-    assert "NaN is not defined: training leaves out the first step" in capsys.readouterr().out
     compare.main(["--seeds", "2", "", "--eta 0.5"])
-    path, runs = drawn[1]
+    [(path, runs)] = drawn
     assert path == Path("runs/compare/curves.png")
     assert list(runs) == ["GRPO", "--eta 0.5"]
     metrics, evaluations = runs["--eta 0.5"]
@@ -266,10 +277,11 @@ def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
     """What a user gets wrong ends in one sentence and exit code 2, and nothing is trained."""
     record = str(HERE / "results" / "readme_run.jsonl")
     for program, words, sentence in (
-        (compare, ["--seeds", "1", "", ""], "all different"),
-        (compare, ["--seeds", "0", "", "--stapo"], "--seeds 1 or more"),
-        (compare, ["--seeds", "1", "", "--eta 7"], "--eta must be from 0 to 1, not 7"),
-        (compare, ["--seeds", "1", "", "--tabel"], "unrecognized arguments: --tabel"),
+        (compare, ["", ""], "all different"),
+        (compare, ["--seeds", "1", "", "--stapo"], "--seeds 2 or more"),
+        (compare, ["", "--steps 1"], "--steps 2 or more"),
+        (compare, ["", "--eta 7"], "--eta must be from 0 to 1, not 7"),
+        (compare, ["", "--tabel"], "unrecognized arguments: --tabel"),
         (diagnose, ["--batches", "1"], "--batches must be 2 or more"),
         (diagnose, ["--group-size", "1"], "--group-size must be at least 2"),
         (diagnose, ["--resume", "runs/one"], "unrecognized arguments: --resume"),
