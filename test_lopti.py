@@ -37,11 +37,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
+ROOT = Path(__file__).resolve().parent
+sys.path.append(str(ROOT / "data" / "ports"))
+
+import check_port
+
 import lopti
 import rewards
 
-ROOT = Path(__file__).resolve().parent
-GOLDEN = json.loads((ROOT / "data" / "ports" / "golden.json").read_text(encoding="utf-8"))
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny")
 PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is a knave", "Lily"]
 ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
@@ -516,37 +519,12 @@ def test_equal_rewards_get_exactly_zero_and_nearly_equal_ones_do_not(reward):
     assert not lopti.is_solved(0.99999, settings)
 
 
-def tensors(case, *names):
-    return [torch.tensor(case[name], dtype=torch.float64) for name in names]
-
-
-@pytest.mark.parametrize("case", GOLDEN["cases"])
-def test_golden_cases(case):
-    """Advantages, split, loss and gradient of every kind of pass equal golden.json to 1e-9."""
-    old, new, ref = tensors(case, "old_logprobs", "new_logprobs", "ref_logprobs")
-    mask = torch.arange(old.shape[1]) < torch.tensor(case["lengths"])[:, None]
-    advantages = lopti.group_advantages(*tensors(case, "rewards"), case["group_size"])
-    assert close(advantages, case["advantages"])
-    advantages = lopti.reweight_advantages(advantages[:, None] * mask, old, case["alpha"])
-    assert close(advantages, case["reweighted_advantages"])
-    low, high = lopti.split_tokens(old, mask, case["eta"])
-    assert torch.equal(low, torch.tensor(case["low"]) & mask)
-    clips = [case[f"clip_{name}"] for name in CLIPS]
-    for name, tokens in (("all", mask), ("low", low), ("high", high)):
-        expected = case["passes"][name]
-        logprobs = new.clone().requires_grad_()
-        arguments = (logprobs[tokens], old[tokens], advantages[tokens])
-        losses = lopti.policy_loss(*arguments, *clips)
-        kl = lopti.kl_estimate(logprobs[tokens], ref[tokens]) * (case["kl_coef"] > 0)
-        loss = (losses + case["kl_coef"] * kl).sum() / mask.sum()
-        loss.backward()
-        assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
-        assert close(logprobs.grad, expected["gradient"])
-        statistics = lopti.token_statistics(losses, kl, *arguments, *clips)
-        assert tuple(statistics) == STATISTICS[:5]
-        found = [float(values.detach().sum() / mask.sum()) for values in statistics.values()]
-        names = ["policy_loss", "kl", *(f"clip_{clip}_share" for clip in CLIPS)]
-        assert found == pytest.approx([expected[name] for name in names], abs=1e-7)
+@pytest.mark.parametrize("name", check_port.FUNCTIONS)
+@pytest.mark.parametrize("case", check_port.GOLDEN["cases"])
+def test_golden_cases(name, case):
+    """The functions of Eqs. 1 and 4, and the gradients of the loss, equal golden.json to 1e-9."""
+    found, right = check_port.outputs(name, getattr(lopti, name), case)
+    assert check_port.first_wrong(found, right, 1e-9) == math.inf
 
 
 def updated(flags="", model=None):
