@@ -993,32 +993,17 @@ def test_killed_and_resumed_to_the_last_bit(
 def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path, capsys):
     """A finished run that is resumed with more steps equals a run that had them from the start.
 
-    config.json has the new number of steps. How to resume is printed with the first checkpoint.
+    It keeps its own α, η and all others. How to resume is printed with the first checkpoint.
     """
     folder = tmp_path / "longer"
     assert exit_code(f"{flags} --output {folder} --steps 2") == 0
     assert capsys.readouterr().out.count(f"--resume {folder} continues") == 1
-    assert exit_code(f"--resume {folder} --steps 5") == 0
+    assert lopti.resume(folder, steps=5) == folder
     assert "--resume" not in capsys.readouterr().out
-    assert_same_run(folder, finished_run)
-    assert json.loads((folder / "config.json").read_text())["steps"] == 5
+    config = json.loads((folder / "config.json").read_text())
+    assert config == asdict(settings_of(f"{flags} --output {folder}"))
     assert exit_code(f"--resume {folder}") == 0  # nothing is left to do
     assert_same_run(folder, finished_run)
-
-
-def test_a_run_is_resumed_with_its_own_settings_whoever_asks(finished_run, flags, tmp_path):
-    """From Python as from the command line, α, η and all others are those of the run."""
-    folder = tmp_path / "run"
-    lopti.train(settings_of(f"{flags} --output {folder} --steps 2"))
-    assert lopti.resume(folder, steps=5) == folder
-    assert_same_run(folder, finished_run)
-    before = json.loads((finished_run / "config.json").read_text())
-    after = json.loads((folder / "config.json").read_text())
-    assert after == before | {"output": str(folder)}
-    assert (after["alpha"], after["eta"]) == (0.3, 0.5)
-    (folder / "config.json").write_text('{"gamma": 1}')
-    with pytest.raises(lopti.UserError, match="config.json is not that of this program: .*gamma"):
-        lopti.resume(folder)
 
 
 @pytest.mark.parametrize(
@@ -1238,6 +1223,7 @@ REFUSED = {  # flags: what the sentence names
     "--output has_f.py/run": "--output has_f.py/run: Not a directory; give a new folder",
     "--resume finished --steps 4": "has done 5 steps: give --steps 5 or more",
     "--resume finished --learning-rate 1e-3": "only --steps may be given too",
+    "--resume other": "other/config.json is not that of this program: Settings.__init__",
     "--resume lost --steps 6": "there is no checkpoint.pt to go on from",
     "--data folder": "cannot read folder: it is neither a .jsonl nor a .parquet file",
     "--data missing.jsonl": "No such file",
@@ -1277,8 +1263,9 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.eos_token = tokenizer.chat_template = None
     save_both(model, tokenizer, "endless")
-    for name in ("finished", "lost"):
+    for name in ("finished", "other", "lost"):
         shutil.copytree(finished_run, name)
+    Path("other/config.json").write_text('{"gamma": 1}')
     Path("lost/checkpoint.pt").unlink()
     Path("folder").mkdir()
     Path("broken.parquet").write_text("?")
