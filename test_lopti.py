@@ -554,40 +554,33 @@ def test_which_gradients_make_a_step(factor, steps):
     assert all(1e-3 < result["grad_norm"] < math.inf for result in others)
 
 
-def test_a_row_without_a_token_of_the_pass_is_not_read(monkeypatch):
-    """A pass reads only rows that it trains on; a mini-batch without any makes no step."""
-    model = random_model()
-    rollout = random_rollout(model)
-    mask = rollout.mask.clone()
-    mask[[0, 1, 2, 3, 5, 6]] = False  # of the first of three mini-batches all
-    calls = watch(monkeypatch, lopti, "token_logits").call_args_list
-    settings = settings_of("--mini-batch-size 4 --tokens-per-microbatch 1")
-    first, *others = lopti.update(model, adamw(model), rollout, mask, settings)
-    assert len(calls) == 6
-    assert set(first.values()) == {0.0}
-    assert first.keys() == others[0].keys()
-    assert [result["optimizer_steps"] for result in others] == [1, 1]
-
-
 def test_the_memory_of_an_update():
-    """An update holds the activations of one micro-batch at a time, and M logits of it.
+    """An update reads one micro-batch at a time, and of it only rows with a token of the pass.
 
     With --tokens-per-microbatch 1 each row is a micro-batch: it is read without a cache, gives
-    logits for its response only, and its backward pass comes before the next row.
+    logits for its response only, and its backward pass comes before the next row. A mini-batch
+    without such a row makes no step.
     """
     model = random_model()
+    rollout = random_rollout(model)
+    update_mask = rollout.mask.clone()
+    update_mask[[0, 1, 2, 3, 5, 6]] = False  # of the first of three mini-batches all
     seen = []
 
     def look(module, inputs, output):
         assert output.get(lopti.CACHE) is None
-        seen.append((inputs[0].numel(), output.logits.numel() // len(TOKENIZER)))
+        seen.append((inputs[0].shape[1], output.logits.shape[-2]))
 
     model.register_forward_hook(look)
     model.lm_head.weight.register_hook(lambda _: seen.append("backward"))
-    updated("--tokens-per-microbatch 1", model=model)
-    rows = seen[:12]  # of response_logprobs
-    assert sum(length - count for length, count in rows) == 55  # tokens of prompts
-    assert seen[12:] == joined((row, "backward") for row in rows)
+    settings = settings_of("--mini-batch-size 4 --tokens-per-microbatch 1")
+    first, *others = lopti.update(model, adamw(model), rollout, update_mask, settings)
+    read = seen[::2]  # rows 4 and 7, then 8 to 11
+    assert seen == joined((row, "backward") for row in read)
+    assert read == [(5, 3), (11, 5), (8, 3), (9, 4), (10, 5), (13, 9)]  # tokens, logits
+    assert set(first.values()) == {0.0}
+    assert first.keys() == others[0].keys()
+    assert [result["optimizer_steps"] for result in others] == [1, 1]
 
 
 # 8. Later methods ---------------------------------------------------------------------------------
