@@ -1215,8 +1215,6 @@ REFUSED = {  # flags: what the sentence names
     "--data broken.parquet": "Parquet",
     "--data no/such_name": "cannot read no/such_name: no network",
     "--reward no_such_module:f": "No module named 'no_such_module'",
-    "--reward has_f:g": "has_f has no attribute 'g'",
-    "--reward has_f": "is no MODULE:FUNCTION",
     "--alpha 1.01": "--alpha must be from 0 to 1, not 1.01",
     "--alpha nan": "--alpha must be from 0 to 1, not nan",
     "--alpha half": "argument --alpha: invalid float value: 'half'",
@@ -1654,24 +1652,22 @@ def test_a_reward_returns_one_finite_number_for_each_response(returned, monkeypa
         rewards.compute_rewards(["a", "b"], examples, make_settings(reward="my:own"))
 
 
-@pytest.mark.parametrize("place", ["no_such_file:f", "os.no_such_file:f", "rewards:f", "math:pi"])
-def test_a_reward_that_is_not_there(place):
-    with pytest.raises(rewards.UserError, match=f"--reward {place} is no MODULE:FUNCTION"):
+NO_REWARDS = {  # what is given as --reward: what is told
+    ":f": "is no MODULE:FUNCTION, such as my_reward:last_word",
+    "rewards:": "is no MODULE:FUNCTION, such as my_reward:last_word",
+    "my_reward.py": "is no MODULE:FUNCTION, such as my_reward:last_word",
+    "no_such_file:f": "is no MODULE:FUNCTION: No module named 'no_such_file'",
+    "os.no_such_file:f": "is no MODULE:FUNCTION: No module named 'os.no_such_file'",
+    "rewards:f": "is no MODULE:FUNCTION: rewards has no attribute 'f' to call",
+    "math:pi": "is no MODULE:FUNCTION: math has no attribute 'pi' to call",
+    "os:getcwd": "must take **columns: getcwd(completions, solution, **columns)",
+}
+
+
+@pytest.mark.parametrize("place", NO_REWARDS)
+def test_a_reward_that_cannot_be_called(place):
+    with pytest.raises(rewards.UserError, match=re.escape(f"--reward {place} {NO_REWARDS[place]}")):
         rewards.load_function(place)
-
-
-@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "my_reward.py"])
-def test_how_a_reward_is_written(place):
-    with pytest.raises(
-        rewards.UserError, match=f"{place} is no MODULE:FUNCTION, such as my_reward:last"
-    ):
-        rewards.load_function(place)
-
-
-def test_a_reward_without_columns_is_told_its_signature(folder):
-    (folder / "narrow.py").write_text("def reward(completions, solution):\n    return [1]")
-    with pytest.raises(rewards.UserError, match=r"reward\(completions, solution, \*\*columns\)"):
-        rewards.load_function("narrow:reward")
 
 
 @pytest.mark.parametrize("error", [OSError("no file"), rewards.UserError("no"), KeyError("x")])
