@@ -1891,21 +1891,19 @@ def test_with_a_reward_of_ones_own_a_puzzle_has_its_number_of_people(tmp_path):
         assert [example.difficulty for example in examples] == levels
 
 
-HUB_NAMES = {  # what is given as --data: name, configuration and split
-    "owner/name": ("owner/name", None, "train"),
-    "owner/name:main": ("owner/name", "main", "train"),
-    "owner/name:main:test+dev": ("owner/name", "main", "test+dev"),
-    "owner/name::test": ("owner/name", None, "test"),
-}
-
-
-@pytest.mark.parametrize("source", HUB_NAMES)
-def test_a_data_set_of_the_hub(source, monkeypatch):
+@pytest.mark.parametrize(
+    "source, configuration, split",
+    [
+        ("owner/name", None, "train"),
+        ("owner/name:main:test+dev", "main", "test+dev"),
+        ("owner/name::test", None, "test"),
+    ],
+)
+def test_a_data_set_of_the_hub(source, configuration, split, monkeypatch):
     load_dataset = Mock(return_value=datasets.Dataset.from_list([ROW]))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert len(rewards.load_rows(source, make_settings(), TOKENIZER)) == 1
-    name, configuration, split = HUB_NAMES[source]
-    load_dataset.assert_called_once_with(name, configuration, split=split)
+    load_dataset.assert_called_once_with("owner/name", configuration, split=split)
 
 
 NO_FILES = ["my.csv", "my.JSON", "no.parquet", "./my", "/my/data", "a/b/c", "~/my", "no.parquet:x"]
@@ -1923,14 +1921,14 @@ def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
     (folder / name).write_text("")
     with pytest.raises(rewards.UserError, match=r"Converting data of data/GUIDE\.md"):
         rewards.read_table(name)
-    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
-    assert "\n## Converting data\n" in guide
 
 
 def test_what_guide_says_on_csv_and_json(folder):
     """The answer None and leading zeros are kept, and so are the messages of a chat."""
     guide = (
-        (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8").partition("# Converting data")[2]
+        (ROOT / "data" / "GUIDE.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Converting data\n")[2]
     )
     csv_lines, json_lines = re.findall("```python\n(.*?)```", guide, re.DOTALL)[:2]
     (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
