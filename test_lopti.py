@@ -2041,13 +2041,11 @@ def test_the_prompt_of_a_puzzle(template, prompt, tmp_path):
 
 
 def test_no_later_turn_of_a_chat_is_lost():
+    """Neither where a template refuses the system message, nor where there is no template."""
     roles = ("system", "user", "assistant", "user")
     chat = [{"role": role, "content": f"{role}?"} for role in roles]
-    turns = "user?<assistant>assistant?<user>user?<assistant>"
-    assert rewards.render_prompt(tokenizer_with(TURNS), chat) == f"<system>system?<user>{turns}"
-    assert rewards.render_prompt(tokenizer_with(DROPS), chat) == f"<user>{turns}"
     prompt = rewards.render_prompt(tokenizer_with(REFUSES), chat)
-    assert prompt == f"<user>system?\n\n{turns}"
+    assert prompt == "<user>system?\n\nuser?<assistant>assistant?<user>user?<assistant>"
     words = rewards.render_prompt(tokenizer_with(None), chat).split()
     assert words == [f"{role}?" for role in roles]
 
