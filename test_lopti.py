@@ -588,17 +588,10 @@ def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
     mask = torch.tensor([[True] * 7, [True] * 7, [True] + [False] * 6])
     pi = torch.tensor([[0.0019] * 5 + [0.0021] * 2, [0.0019] + [1.0] * 6])
     entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 0.5], [0.1] + [9.0] * 6])
-    rollout = lopti.Rollout(
-        texts=[],
-        rewards=None,
-        truncated=None,
-        ids=torch.arange(21).view(3, 7),
-        mask=mask,
-        old_logprobs=torch.zeros(3, 7),  # π is 1
-        entropies=torch.full((3, 7), 9.0),
-        ref_logprobs=None,
-        advantages=torch.tensor([[1.0] * 7, [1.0] * 7, [-1.0] * 7]),
-    )
+    rollout = SimpleNamespace(mask=mask, ids=torch.arange(21).view(3, 7))
+    rollout.old_logprobs = torch.zeros(3, 7)  # π is 1
+    rollout.entropies = torch.full((3, 7), 9.0)
+    rollout.advantages = torch.tensor([[1.0] * 7, [1.0] * 7, [-1.0] * 7])
     current = Mock(return_value=(pi.log(), entropies))
     monkeypatch.setattr(lopti, "response_logprobs", current)
     settings = settings_of(flags)
