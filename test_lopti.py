@@ -20,7 +20,7 @@ import runpy
 import shutil
 import signal
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -652,23 +652,32 @@ def test_every_default():
         assert lopti.Settings(eta=0.5, order=order).order == order
 
 
-def test_defaults_that_depend_on_other_settings():
+def test_defaults_that_depend_on_other_settings(capsys):
     """The lowest reward of a right response goes by the task, the learning rate by the model.
 
-    They are worked out when they are used. 0 is a value like any other. A reward of one's own has
-    no default.
+    A reward of one's own has no default. A run prints its learning rate, and which other defaults
+    may not suit a model of one's own.
     """
-    kk = settings_of()
-    assert (kk.resolved().solved_reward, kk.resolved().learning_rate) == (3, 1e-4)
-    own = replace(kk, task="math", model="mine").resolved()
-    assert (own.solved_reward, own.learning_rate) == (1, 1e-6)
-    given = settings_of("--model mine --learning-rate 1e-3 --solved-reward 0").resolved()
-    assert (given.solved_reward, given.learning_rate) == (0, 1e-3)
-    for settings, rate in ((kk, 1e-4), (given, 1e-3)):
-        optimizer = lopti.new_optimizer(random_model(), settings)
-        assert optimizer.param_groups[0]["lr"] == rate
+    assert settings_of().resolved().solved_reward == 3
+    assert settings_of("--task math").resolved().solved_reward == 1
+    assert settings_of("--solved-reward 0").resolved().solved_reward == 0
     with pytest.raises(lopti.UserError, match="--reward needs --solved-reward"):
         settings_of("--reward rewards:math_reward")
+    bundled = "The learning rate is 0.0001, the default for the bundled model."
+    others = "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
+    given = "The learning rate is 1e-05, as given, or as in config.json."
+    limit = "--max-new-tokens 256 is made for the bundled model: choose your own."
+    steps = "--steps 24 is made for the bundled model: choose your own."
+    for words, rate, *lines in (
+        ("", 1e-4, bundled),
+        ("--model mine --steps 9", 1e-6, others, limit),
+        ("--model mine --learning-rate 1e-5 --max-new-tokens 99", 1e-5, given, steps),
+    ):
+        settings = settings_of(words)
+        assert lopti.new_optimizer(random_model(), settings).param_groups[0]["lr"] == rate
+        lopti.print_start(Path("run"), 7, SimpleNamespace(device="cpu"), settings)
+        start = f"7 of {settings.steps} steps are done, on cpu. The run is in run."
+        assert capsys.readouterr().out.splitlines() == [start, *lines]
 
 
 @pytest.fixture(scope="module")
@@ -1108,26 +1117,6 @@ def test_a_prompt_that_the_model_cannot_read_is_refused():
     examples.append(example_of("Lily <new>", ""))
     with pytest.raises(lopti.UserError, match=r"gives the id 308 \(<new>\), but .* for 308 ids"):
         lopti.check_lengths(model, tokenizer, examples, 36)
-
-
-def test_a_run_says_what_is_made_for_the_bundled_model(capsys):
-    """With a model of one's own it names the learning rate, and defaults that may not suit it."""
-    policy = SimpleNamespace(device="cpu")
-
-    def printed(words):
-        lopti.print_start(Path("run"), 7, policy, settings_of(words))
-        start, *lines = capsys.readouterr().out.splitlines()
-        steps = settings_of(words).steps
-        assert start == f"7 of {steps} steps are done, on cpu. The run is in run."
-        return lines
-
-    assert printed("") == ["The learning rate is 0.0001, the default for the bundled model."]
-    rate, *others = printed("--model mine --steps 9")
-    assert rate == "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
-    assert others == ["--max-new-tokens 256 is made for the bundled model: choose your own."]
-    rate, *others = printed("--model mine --learning-rate 1e-5 --max-new-tokens 99")
-    assert rate == "The learning rate is 1e-05, as given, or as in config.json."
-    assert others == ["--steps 24 is made for the bundled model: choose your own."]
 
 
 def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
