@@ -725,8 +725,6 @@ def test_what_a_run_leaves_behind(finished_run, flags):
     assert names == ["checkpoint.pt", "config.json", *lines[:1], "final", *lines[1:]]
     steps = [[line["step"] for line in lopti.read_lines(finished_run / name)] for name in lines]
     assert steps == [[0, 2, 4, 5], [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]]
-    first, second, *_ = lopti.read_lines(finished_run / "samples.jsonl")
-    assert first["prompt"] != second["prompt"]
     for name in ("grad_norm/low", "grad_norm/high", "seconds"):
         assert any(line[name] > 0 for line in lopti.read_lines(finished_run / "metrics.jsonl"))
     config = json.loads((finished_run / "config.json").read_text())
