@@ -860,12 +860,11 @@ def test_micro_batches_count_padding():
     """
     ends = torch.tensor([[7], [9], [2], [5], [30], [2], [4]])
     mask = torch.arange(30) == ends - 1  # a response of one token at the end of each row
-    rows = torch.arange(1, 7)
-    batches = [[[2, 5, 6], 4], [[3], 5], [[1], 9], [[4], 30]]
-    assert lopti.micro_batches(mask, rows, 12) == batches
-    batches = [[[2, 5], 2], [[6], 4], [[3], 5], [[1], 9], [[4], 30]]
-    assert lopti.micro_batches(mask, rows, 9) == batches
-    assert lopti.micro_batches(mask, rows[:0], 9) == []
+    for size, batches in (
+        (12, [[[2, 5, 6], 4], [[3], 5], [[1], 9], [[4], 30]]),
+        (9, [[[2, 5], 2], [[6], 4], [[3], 5], [[1], 9], [[4], 30]]),
+    ):
+        assert lopti.micro_batches(mask, torch.arange(1, 7), size) == batches
 
 
 def test_step_metrics_by_hand():
