@@ -1297,7 +1297,6 @@ ANSWERS = [  # a solution, an answer, its reward in the right format
 def test_answers_to_a_puzzle(solution, answer, reward):
     text = f"So. </think> <answer>{answer}</answer>"
     assert rewards.kk_reward([text], [solution]) == [reward]
-    assert rewards.score_puzzle(f"<think>{text}", rewards.read_solution(solution)) == reward
 
 
 ANSWER = f"<answer>{JACK}</answer>"
