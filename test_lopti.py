@@ -1798,20 +1798,15 @@ def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
         assert not rewards.is_gradable(solution, "math"), solution
 
 
-@pytest.mark.parametrize("solution", [None, 0, "", {"target": 24}, "Lily", "12 #### x"])
 @pytest.mark.parametrize("task", rewards.TASKS)
-def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path):
-    (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
-    assert example.solution == solution
-    assert example.difficulty == "all"
-
-
-def test_with_a_reward_of_ones_own_a_puzzle_has_its_number_of_people(tmp_path):
-    """Where its solution reads as one; elsewhere the column `level` counts."""
-    rows = [{"quiz": "Who?", "answer": JACK, "level": 9}, {"quiz": "Who?", "level": 9}]
-    for task, levels in (("kk", ["2", "9"]), ("math", ["9", "9"])):
-        examples = loaded(tmp_path, rows, task=task, reward="my:own")
-        assert [example.difficulty for example in examples] == levels
+def test_with_a_reward_of_ones_own_a_solution_may_be_anything(task, tmp_path):
+    """A puzzle has its number of people where its solution reads as one, else the column level."""
+    solutions = [None, 0, "", {"target": 24}, "Lily", "12 #### x", JACK]
+    rows = [{"problem": "Who?", "answer": solution, "level": 9} for solution in solutions]
+    examples = loaded(tmp_path, rows, task=task, reward="my:own")
+    assert [example.solution for example in examples] == solutions
+    last = "2" if task == "kk" else "9"
+    assert [example.difficulty for example in examples] == ["9"] * 6 + [last]
 
 
 @pytest.mark.parametrize(
