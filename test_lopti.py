@@ -1771,11 +1771,9 @@ JOINED = "; the model has no chat template, so messages are joined"
     [
         (ROW, "math", {}, "some", ""),
         (chat(), "math", {}, "some", rf"{USED_AS_IS}\boxed{{}}"),
-        (chat(), "math", {"reward": "my:own"}, "some", ""),
         ({"prompt": "1", "answer": "2"}, "math", {}, None, rf"{USED_AS_IS}\boxed{{}}"),
         ({"prompt": "1", "answer": LILY}, "kk", {}, "some", f"{USED_AS_IS}<think> and <answer>"),
         (ROW, "math", {}, None, JOINED),
-        (chat(), "math", {}, None, rf"{USED_AS_IS}\boxed{{}}{JOINED}"),
         (chat(), "kk", {"reward": "my:own"}, None, JOINED),
     ],
 )
