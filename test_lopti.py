@@ -1432,6 +1432,8 @@ x + 2y = 5 | 5
 x \le 1 \text{ or } x \ge 2 | x \le 1 \text{ and } x \ge 2
 ABC | abc
 \frac{1}{23} | \frac{1}{2}3 | \frac123
+\{\} | | \,
+\sqrt3/2 | \frac{\sqrt{3}}{2}
 """
 
 
