@@ -112,7 +112,7 @@ def random_rollout(model, flags=""):
     prompts = [rng.choices(range(5, 308), k=rng.randint(2, 7)) for _ in range(12)]
     responses = [rng.choices(range(5, 308), k=rng.randint(1, 9)) for _ in range(12)]
     ids, mask = lopti.pack(prompts, responses)
-    old_logprobs, entropies = logprobs_of(model, ids, mask, flags)
+    old_logprobs, _ = logprobs_of(model, ids, mask, flags)
     return lopti.Rollout(
         texts=[""] * 12,
         rewards=torch.zeros(12),
@@ -120,7 +120,7 @@ def random_rollout(model, flags=""):
         ids=ids,
         mask=mask,
         old_logprobs=old_logprobs,
-        entropies=entropies,
+        entropies=torch.zeros_like(old_logprobs),  # not used: those of the current policy are
         ref_logprobs=old_logprobs - 0.3 * mask,
         advantages=mask.float(),
     )
@@ -570,46 +570,30 @@ def test_the_memory_of_an_update():
 
 # 8. Later methods ---------------------------------------------------------------------------------
 
-KEPT = {  # of seven tokens with Â = 1, and of one with Â = -1
-    "--stapo": "0001111 1",  # of five below τ_p = 0.002 the 75 % quantile and the one above it
-    "--top-entropy 0.35": "0011100 0",  # round(2.8) of all tokens, whatever STAPO leaves out
-    "--stapo --top-entropy 0.5": "0001100 0",
-    "--top-entropy 0.06": "0000000 0",  # round(0.48) of a token
-}
 
-
-@pytest.mark.parametrize("flags", KEPT)
-def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
+def test_which_tokens_the_later_methods_keep():
     """STAPO and 80/20 keep the tokens that a hand picks by their rules, and never padding.
 
-    They use the current policy, not the one that sampled, and the rows of one mini-batch.
+    The first row has Â = 1, and five tokens below τ_p = 0.002, whose 75 % quantile of H is 4.
     """
-    mask = torch.tensor([[True] * 7, [True] * 7, [True] + [False] * 6])
+    mask = torch.tensor([[True] * 7, [True] + [False] * 6])
     pi = torch.tensor([[0.0019] * 5 + [0.0021] * 2, [0.0019] + [1.0] * 6])
     entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 0.5], [0.1] + [9.0] * 6])
-    rollout = SimpleNamespace(mask=mask, ids=torch.arange(21).view(3, 7))
-    rollout.old_logprobs = torch.zeros(3, 7)  # π is 1
-    rollout.entropies = torch.full((3, 7), 9.0)
-    rollout.advantages = torch.tensor([[1.0] * 7, [1.0] * 7, [-1.0] * 7])
-    current = Mock(return_value=(pi.log(), entropies))
-    monkeypatch.setattr(lopti, "response_logprobs", current)
-    settings = settings_of(flags)
-    rows = torch.tensor([1, 2])
-    kept = lopti.tokens_to_keep("p", rollout, rows, 0.7, 99, settings.stapo, settings.top_entropy)
-    assert kept[0].all()  # another mini-batch
-    assert not (kept & ~mask).any()
-    text = "".join(str(int(value)) for value in kept[1:][mask[1:]])
-    assert f"{text[:7]} {text[7:]}" == KEPT[flags]
-    model, ids, of_rows, *others = current.call_args.args
-    assert (model, others) == ("p", [0.7, 99])
-    assert torch.equal(ids, rollout.ids[1:])
-    assert torch.equal(of_rows, mask[1:])
+    kept = [lopti.stapo_mask(pi.log(), entropies, torch.tensor([[1.0], [-1.0]]), mask)]
+    kept += [lopti.entropy_mask(entropies, mask, share) for share in (0.35, 0.06)]
+    assert not any((each & ~mask).any() for each in kept)
+    assert [each[mask].int().tolist() for each in kept] == [
+        [0, 0, 0, 1, 1, 1, 1, 1],
+        [0, 0, 1, 1, 1, 0, 0, 0],  # round(2.8) tokens
+        [0, 0, 0, 0, 0, 0, 0, 0],  # round(0.48) tokens
+    ]
 
 
 SHARES = [  # at T_s = 0.7, 43 of the 67 tokens have π < τ_p, of which STAPO leaves out 32
-    ("--top-entropy 0.5", 0.5, -1),
+    ("--top-entropy 0.5 --mini-batch-size 4", 0.5, -1),
     ("--top-entropy 0.001", 0, 0),
     ("--stapo --temperature 0.7", 35 / 67, -1),
+    ("--stapo --temperature 0.7 --top-entropy 0.5", 24 / 67, -1),
 ]
 
 
@@ -617,11 +601,12 @@ SHARES = [  # at T_s = 0.7, 43 of the 67 tokens have π < τ_p, of which STAPO l
 def test_later_methods_divide_by_what_they_keep(flags, share, loss):
     """80/20 and STAPO divide the loss by the number of tokens that they keep, or by 1 if by none.
 
-    With Â = 1 the loss is -N/N, or 0.
+    With Â = 1 the loss is -N/N, or 0. Both use the current policy and the rows of a mini-batch.
     """
-    _, (result,) = updated(f"--kl-coef 0 {flags}")
-    assert result["policy_loss"] == pytest.approx(loss)
-    assert result["updated_share"] == pytest.approx(share, abs=0.02)
+    _, results = updated(f"--kl-coef 0 {flags}")
+    for result in results:
+        assert result["policy_loss"] == pytest.approx(loss)
+        assert result["updated_share"] == pytest.approx(share, abs=0.03)
 
 
 # 9. Settings, and the training loop ---------------------------------------------------------------
