@@ -605,7 +605,7 @@ def test_later_methods_divide_by_what_they_keep(flags, share, loss):
     """
     _, results = updated(f"--kl-coef 0 {flags}")
     for result in results:
-        assert result["policy_loss"] == pytest.approx(loss)
+        assert result["policy_loss"] == pytest.approx(loss, abs=1e-3)
         assert result["updated_share"] == pytest.approx(share, abs=0.03)
 
 
@@ -700,27 +700,13 @@ def assert_same_run(folder, other):
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_what_a_run_leaves_behind(finished_run, flags):
-    """A run leaves its settings, metrics, samples, evaluations, a checkpoint and its weights.
-
-    It evaluates before the first step, every two steps, and after the last one.
-    """
-    lines = ["evaluations.jsonl", "metrics.jsonl", "samples.jsonl"]
-    names = sorted(path.name for path in finished_run.iterdir())
-    assert names == ["checkpoint.pt", "config.json", *lines[:1], "final", *lines[1:]]
-    steps = [[line["step"] for line in lopti.read_lines(finished_run / name)] for name in lines]
-    assert steps == [[0, 2, 4, 5], [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]]
-    for name in ("grad_norm/low", "grad_norm/high", "seconds"):
-        assert any(line[name] > 0 for line in lopti.read_lines(finished_run / "metrics.jsonl"))
-    config = json.loads((finished_run / "config.json").read_text())
-    assert config == asdict(settings_of(f"{flags} --output {finished_run}"))
-
-
-def test_train_is_training_step_in_a_loop(finished_run, flags):
+def test_a_run_is_training_step_in_a_loop(finished_run, flags):
     """A run is what a reader would write with `training_step`: a model, AdamW, and a loop.
 
-    The samples on file are the first responses to the first two prompts of each step. Evaluations
-    do not change the random state, and --min-p does not change them.
+    It leaves its settings, metrics, samples, evaluations, a checkpoint and its weights. Samples are
+    the first responses to the first two prompts of each step. It evaluates before the first step,
+    every two steps, and after the last one. Evaluations do not change the random state, and --min-p
+    does not change them.
     """
     settings = settings_of(flags)
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
@@ -737,12 +723,22 @@ def test_train_is_training_step_in_a_loop(finished_run, flags):
         for prompt, row in ((batch[0].prompt, 0), (batch[1].prompt, 3)):
             line = {"step": step, "prompt": prompt, "response": rollout.texts[row]}
             samples.append(line | {"reward": rollout.rewards[row].item()})
+    names = ["checkpoint.pt", "config.json", "evaluations.jsonl", "final", "metrics.jsonl"]
+    assert sorted(path.name for path in finished_run.iterdir()) == [*names, "samples.jsonl"]
+    config = json.loads((finished_run / "config.json").read_text())
+    assert config == asdict(settings_of(f"{flags} --output {finished_run}"))
     assert lopti.read_lines(finished_run / "samples.jsonl") == samples
+    metrics = lopti.read_lines(finished_run / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+    for name in ("grad_norm/low", "grad_norm/high", "seconds"):
+        assert any(line[name] > 0 for line in metrics)
     trained, _ = lopti.load_model(finished_run / "final", "cpu")
     assert torch.equal(weights(trained), weights(policy))
     table, greedy = lopti.evaluate(trained, tokenizer, held_out, settings)
     last = {"step": 5, "table": table, "greedy": greedy}
-    assert lopti.read_lines(finished_run / "evaluations.jsonl")[-1] == json.loads(json.dumps(last))
+    evaluations = lopti.read_lines(finished_run / "evaluations.jsonl")
+    assert evaluations[-1] == json.loads(json.dumps(last))
+    assert [line["step"] for line in evaluations] == [0, 2, 4, 5]
 
 
 def test_settings_of_zero(flags, tmp_path, monkeypatch):
