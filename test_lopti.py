@@ -1592,18 +1592,15 @@ def loaded(path, rows, **settings):
 ROWS = [  # a task, a row, its prompt, its solution
     ("math", ROW, ASKED, "2"),
     ("math", {"question": "1 + 1?", "answer": "One more.\n#### 2 "}, ASKED, "2"),  # GSM8K
-    ("math", {"problem": "1 + 1?", "solution": r"So $\boxed{2}$."}, ASKED, r"So $\boxed{2}$."),
     ("math", {**ROW, "question": "1 + 1?", "problem": "No."}, ASKED, "2"),
     ("math", {**ROW, "solution": "Add.", "question": None}, ASKED, "2"),
     ("math", {"prompt": CHAT, "solution": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {"prompt": "1 + 1 =", "answer": "2"}, "1 + 1 =", "2"),
-    ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # a single token
     ("math", {"problem": "1 + 1?", "answer": 2}, ASKED, "2"),  # a number, written as its text
     ("math", {"problem": "1 + 1?", "answer": 2.5}, ASKED, "2.5"),
     ("math", {"problem": "1 + 1?", "answer": "[1, 2]"}, ASKED, "[1, 2]"),  # an interval
     ("math", {"question": "", "prompt": CHAT, "answer": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {**ROW, "question": "", "solution": "3", "answer": ""}, ASKED, "3"),
-    ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
     ("kk", {"quiz": "Who?", "solution_text_format": JACK, "solution": [True, False], "level": 9},
      "<|user|>Who?<|assistant|><think>", JACK),
     ("kk", {"quiz": "Who?", "solution": LILY, "prompt": [{"role": "user", "content": ASKED}]},
@@ -1619,7 +1616,7 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example.prompt == prompt
-    questions = [text for text in ("1", "1 + 1?", "1 + 1 =", "Who?", "Who? ") if text in prompt]
+    questions = [text for text in ("1 + 1?", "1 + 1 =", "Who?", "Who? ") if text in prompt]
     assert example.question == questions[-1]
     assert example.solution == solution
     assert example.columns == row
