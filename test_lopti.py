@@ -1626,12 +1626,11 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
 NO_QUESTION = "a text as question, quiz, problem, or a whole prompt; it has the columns"
 NO_SOLUTION = "a text or a number as solution_text_format, answer, solution; it has the columns"
 LEFT_OUT = "has a message that the chat template leaves out: "
-AS_TEXT = r'[{"content": "1 + 1?", "role": "user"}]'
 
 
-def chat(content="1 + 1?", role="user", **others):
+def chat(content="1 + 1?", role="user"):
     """A row whose prompt is a chat with this message."""
-    return {"prompt": [{"role": role, "content": content, **others}], "answer": "2"}
+    return {"prompt": [{"role": role, "content": content}], "answer": "2"}
 
 
 WRONG_ROWS = [  # a task, a row, what is wrong
@@ -1639,33 +1638,23 @@ WRONG_ROWS = [  # a task, a row, what is wrong
     ("math", {**ROW, "problem": 2}, NO_QUESTION),
     ("math", {**ROW, "problem": " "}, NO_QUESTION),  # an empty text is none
     ("math", {**ROW, "problem": None, "prompt": 5}, NO_QUESTION),
-    ("math", {**ROW, "problem": "", "prompt": []}, NO_QUESTION),
     ("math", {"prompt": " ", "solution": "2"}, NO_QUESTION),
-    ("math", chat("\n"), NO_QUESTION),
     ("math", {"problem": "1 + 1?"}, f"{NO_SOLUTION} problem"),
-    ("kk", {"quiz": "Who?", "names": []}, f"{NO_SOLUTION} quiz, names"),
     ("math", {**ROW, "answer": True}, NO_SOLUTION),
     ("math", {"prompt": CHAT, "solution": ["2"]}, NO_SOLUTION),
-    ("math", {**ROW, "answer": '["34"]'}, "has a list as its solution"),  # in files for verl
     ("math", {**ROW, "answer": "['34', '35']"}, "has a list as its solution"),
     ("math", {**ROW, "answer": r" [\frac{3}{4}]"}, "has a list as its solution"),
     ("math", {"prompt": [{"from": "human", "value": "1 + 1?"}], "answer": "2"}, "content of each"),
-    ("math", chat(None, text="1 + 1?"), "a text as the content of each message"),
     ("math", chat([{"type": "text", "text": "1 + 1?"}]), "a text as the content of each message"),
     ("math", {"prompt": ["1 + 1?"], "answer": "2"}, "a text as the content of each message"),
     ("math", chat(role="User"), rf"{LEFT_OUT}'1 \+ 1\?'"),
-    ("math", chat(role="human"), LEFT_OUT),
     ("math", {"prompt": [{"role": "developer", "content": "Be terse."}, *CHAT], "answer": "2"},
      f"{LEFT_OUT}'Be terse.'"),
-    ("math", {"prompt": AS_TEXT, "answer": "2"}, "a chat in a text"),
     ("math", {"prompt": str(CHAT), "answer": "2"}, "a chat in a text"),
     ("math", {"prompt": ' [{"from": "human"}]', "answer": "2"}, "a chat in a text"),
     ("math", '{"problem": ', "Expecting value"),
     ("math", "7", "a JSON object, not 7"),
-    ("math", "[7]", "a JSON object"),
-    ("math", "null", "a JSON object"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
-    ("kk", {"quiz": "Who?", "solution": 5}, r"lines like \(1\) Zoey is a knight, not '5'"),
 ]  # fmt: skip
 
 
@@ -1819,9 +1808,7 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
 
 THREE = [{"problem": f"{i}?", "answer": "2"} for i in range(3)]
 NO_ROW_IS_LEFT = [  # the rows of --data, those of --eval-data, what is told
-    ([], None, "train on: of 0 rows used 0 are held out, and 0 have .* the 0 rows"),
     ([ROW], None, "train on: of 1 rows used 1 are held out, and 0 have .* the 1 rows"),
-    ([ROW] * 30, None, "train on: of 30 rows used 3 are held out, and 27 have .* the 3 rows"),
     (THREE, THREE * 2, "train on: of 3 rows used 0 are held out, and 3 have .* the 6 rows"),
     (THREE, [], "evaluate on: of 3 rows used 0 are held out, and 0 have .* the 0 rows"),
 ]
