@@ -1675,49 +1675,36 @@ def test_a_model_without_a_tokenizer_is_told(tmp_path):
         rewards.load_rows(source, make_settings(), tokenizer)
 
 
-def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
-    """What the model does not see, and the end of the first prompt; but nothing that is 0."""
-    end = f"the first prompt ends in {ASKED[-60:]!r}\n"
-    loaded(tmp_path, [ROW])
-    assert capsys.readouterr().out == f"a.jsonl: 1 of 1 rows used; {end}"
-    rows = [ROW, {**ROW, "level": 3, "image": "x.png"}, {**ROW, "problem": "1 + 1? " * 99}, ""]
-    examples = loaded(tmp_path, [*rows, {**ROW, "answer": "We see that. " * 99}])
-    assert [example.difficulty for example in examples] == ["all", "3"]
-    message = "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution"
-    message += " that no answer could match; other columns, for the reward: image, level; "
-    assert capsys.readouterr().out == message + end
-    loaded(tmp_path, rows[2:])
-    message = "a.jsonl: 0 of 1 rows used; 1 longer than --max-prompt-length\n"
-    assert capsys.readouterr().out == message
-    length = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
-    assert len(loaded(tmp_path, [ROW], max_prompt_length=length)) == 1
-    assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
-
-
-USED_AS_IS = "; prompts are used as they are, and the reward looks for "
+LENGTH = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
+WORKING = {**ROW, "answer": "We see that. " * 99}
+OTHERS = {**ROW, "image": "x.png", "level": 3}
+USED_AS_IS = "1 of 1 rows used; prompts are used as they are, and the reward looks for "
 JOINED = "; the model has no chat template, so messages are joined"
+LINES = [  # rows, settings, whether the model has a chat template, what becomes of the rows
+    ([ROW, ""], {"max_prompt_length": LENGTH}, True, "1 of 1 rows used"),
+    ([ROW], {"max_prompt_length": LENGTH - 1}, True,
+     "0 of 1 rows used; 1 longer than --max-prompt-length"),
+    ([ROW, WORKING], {}, True, "1 of 2 rows used; 1 with a solution that no answer could match"),
+    ([OTHERS], {}, True, "1 of 1 rows used; other columns, for the reward: image, level"),
+    ([chat()], {}, True, rf"{USED_AS_IS}\boxed{{}}"),
+    ([{"prompt": "1", "answer": "2"}], {}, False, rf"{USED_AS_IS}\boxed{{}}"),
+    ([{"prompt": "1", "answer": LILY}], {"task": "kk"}, True, f"{USED_AS_IS}<think> and <answer>"),
+    ([ROW], {}, False, f"1 of 1 rows used{JOINED}"),
+    ([chat()], {"reward": "my:own"}, False, f"1 of 1 rows used{JOINED}"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "row, task, settings, template, clauses",
-    [
-        (ROW, "math", {}, "some", ""),
-        (chat(), "math", {}, "some", rf"{USED_AS_IS}\boxed{{}}"),
-        ({"prompt": "1", "answer": "2"}, "math", {}, None, rf"{USED_AS_IS}\boxed{{}}"),
-        ({"prompt": "1", "answer": LILY}, "kk", {}, "some", f"{USED_AS_IS}<think> and <answer>"),
-        (ROW, "math", {}, None, JOINED),
-        (chat(), "kk", {"reward": "my:own"}, None, JOINED),
-    ],
-)
-def test_the_line_tells_how_prompts_are_used(
-    row, task, settings, template, clauses, tmp_path, capsys
+@pytest.mark.parametrize("rows, settings, has_template, told", LINES)
+def test_one_line_tells_what_becomes_of_the_rows(
+    rows, settings, has_template, told, tmp_path, capsys
 ):
-    """Prompts with no request for what the reward looks for, and chats without a template."""
-    tokenizer = tokenizer_with(template and TURNS)
-    source = write_rows(tmp_path / "a.jsonl", [row])
-    rewards.load_rows(source, make_settings(task=task, **settings), tokenizer)
-    line = capsys.readouterr().out
-    assert line.startswith(f"a.jsonl: 1 of 1 rows used{clauses}; the first prompt ends in ")
+    """It ends with the end of the first prompt; it does not tell what is 0."""
+    tokenizer = TOKENIZER if has_template else tokenizer_with(None)
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    examples = rewards.load_rows(source, make_settings(**settings), tokenizer)
+    if examples:
+        told += f"; the first prompt ends in {examples[0].prompt[-60:]!r}"
+    assert capsys.readouterr().out == f"a.jsonl: {told}\n"
 
 
 def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
