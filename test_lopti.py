@@ -99,31 +99,17 @@ def other_template():
     return tokenizer
 
 
-def logprobs_of(model, ids, mask, flags=""):
-    """`response_logprobs` with the settings of these flags."""
-    settings = settings_of(flags)
-    size = settings.tokens_per_microbatch
-    return lopti.response_logprobs(model, ids, mask, settings.temperature, size)
-
-
-def random_rollout(model, flags=""):
-    """A Rollout of 12 rows of random lengths, with all that the update needs."""
+def random_rollout(model, temperature=1.0):
+    """12 rows of random lengths, with what the update needs of a Rollout."""
     rng = random.Random(1)
     prompts = [rng.choices(range(5, 308), k=rng.randint(2, 7)) for _ in range(12)]
     responses = [rng.choices(range(5, 308), k=rng.randint(1, 9)) for _ in range(12)]
     ids, mask = lopti.pack(prompts, responses)
-    old_logprobs, _ = logprobs_of(model, ids, mask, flags)
-    return lopti.Rollout(
-        texts=[""] * 12,
-        rewards=torch.zeros(12),
-        truncated=torch.zeros(12) > 0,
-        ids=ids,
-        mask=mask,
-        old_logprobs=old_logprobs,
-        entropies=torch.zeros_like(old_logprobs),  # not used: those of the current policy are
-        ref_logprobs=old_logprobs - 0.3 * mask,
-        advantages=mask.float(),
-    )
+    rollout = SimpleNamespace(ids=ids, mask=mask, advantages=mask.float())
+    rollout.old_logprobs, _ = lopti.response_logprobs(model, ids, mask, temperature, 2048)
+    rollout.ref_logprobs = rollout.old_logprobs - 0.3 * mask
+    rollout.entropies = torch.zeros_like(rollout.old_logprobs)  # those of the current policy count
+    return rollout
 
 
 def adamw(policy, flags=""):
@@ -332,7 +318,7 @@ def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, t
     scored = lopti.pack([TOKENIZER("Lily said").input_ids] * len(every_token), every_token)
     with lopti.safe_vocabulary([model, None], min_p, temperature):
         ids, *_ = sample(model, tokenizer, ["Lily said"] * 4000, temperature, limit=1)
-        logprobs, _ = logprobs_of(model, *scored, f"--temperature {temperature}")
+        logprobs, _ = lopti.response_logprobs(model, *scored, temperature, 2048)
     pi = logprobs[:, -1].exp()
     assert pi.sum().item() == pytest.approx(1, abs=1e-4)
     counts = torch.bincount(ids[:, -1], minlength=len(TOKENIZER))
@@ -475,7 +461,7 @@ def test_bfloat16_is_for_forward_passes():
     assert torch.equal(divided, logits / 0.7)
     computed.clear()
     policy.in_bfloat16 = False
-    logprobs_of(policy, rollout.ids, rollout.mask)
+    lopti.response_logprobs(policy, rollout.ids, rollout.mask, 1.0, 2048)
     assert computed == {torch.float32}
 
 
@@ -511,9 +497,9 @@ def test_golden_cases(name, case):
 def updated(flags="", model=None):
     """Makes one pass over a fixed rollout. Returns the model, and what `update` returns."""
     model = model or random_model()
-    rollout = random_rollout(model, flags)
-    optimizer = adamw(model, flags)
-    return model, lopti.update(model, optimizer, rollout, rollout.mask, settings_of(flags))
+    settings = settings_of(flags)
+    rollout = random_rollout(model, settings.temperature)
+    return model, lopti.update(model, adamw(model), rollout, rollout.mask, settings)
 
 
 @pytest.mark.parametrize("factor, steps", [(0, 2), (1e-9, 3), (math.nan, 2), (1e30, 2)])
@@ -853,8 +839,7 @@ def test_step_metrics_by_hand():
     """
     ids, mask = lopti.pack([[5]] * 4, [[6, 7], [8], [9, 9, 9], [6, 6]])
     pi = torch.tensor([0.5, 0.3, 0.4, 0.9, 0.1, 0.8, 0.6, 0.2])
-    rollout = lopti.Rollout(
-        texts=[],
+    rollout = SimpleNamespace(
         rewards=torch.tensor([3.0, -1.0, 3.0, 3.0 + 1e-9], dtype=torch.float64),
         truncated=torch.tensor([False, False, True, False]),
         ids=ids,
@@ -862,7 +847,6 @@ def test_step_metrics_by_hand():
         old_logprobs=lopti.scatter(pi.log(), mask),
         entropies=lopti.scatter(torch.arange(8.0), mask),
         ref_logprobs=lopti.scatter((pi / torch.tensor([2] * 4 + [1] * 4)).log(), mask),
-        advantages=mask.float(),
     )
     updates = []
     for name, value in (("low", 1.0), ("high", 10.0), ("low", 3.0), ("high", 30.0)):
