@@ -742,9 +742,8 @@ def test_settings_of_zero(flags, tmp_path, monkeypatch):
     seeds = watch(monkeypatch, torch, "manual_seed").call_args_list
     checkpointed = watch(monkeypatch, lopti, "checkpoint_layers")
     zeros = "--kl-coef 0 --eval-every 0 --save-every 0 --mini-batch-size 0"
-    assert (
-        exit_code(f"{flags} {zeros} --gradient-checkpointing --seed 5 --steps 1 --output run") == 0
-    )
+    others = "--gradient-checkpointing --seed 5 --steps 1 --output run"
+    assert exit_code(f"{flags} {zeros} {others}") == 0
     (line,) = lopti.read_lines(Path("run/metrics.jsonl"))
     assert line["optimizer_steps"] == 2  # one of each pass
     assert [call.args[1] for call in steps] == [None]
