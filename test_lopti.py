@@ -1455,24 +1455,22 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_reward_of_ones_own_gets_every_column(folder):
+def test_a_reward_of_ones_own_gets_every_column(monkeypatch):
     """One entry for each response; `solution` is the example's, not the column of that name."""
-    (folder / "every_column.py").write_text(
-        "def reward(**columns):\n    seen.update(columns)\n    return [7, True, 0.5, -1]\nseen = {}"
-    )
-    settings = make_settings(reward="every_column:reward")
+    reward = Mock(return_value=[7, True, 0.5, -1])
+    monkeypatch.setattr(rewards, "load_function", Mock(return_value=reward))
     first = example_from("2", a=1, prompts="no", completions="no", solution="Add one to one.")
     second = example_from({"x": 3}, b=[2])
     examples = [first, first, second, second]
-    found = rewards.compute_rewards(["r", "s", "t", "u"], examples, settings)
-    assert found == [7.0, 1.0, 0.5, -1.0]
-    assert sys.modules["every_column"].seen == {
-        "completions": ["r", "s", "t", "u"],
-        "prompts": ["1 + 1?"] * 4,
-        "solution": ["2", "2", {"x": 3}, {"x": 3}],
-        "a": [1, 1, None, None],  # the union of the rows' columns
-        "b": [None, None, [2], [2]],
-    }
+    settings = make_settings(reward="my:own")
+    assert rewards.compute_rewards(["r", "s", "t", "u"], examples, settings) == [7, 1, 0.5, -1]
+    reward.assert_called_once_with(
+        completions=["r", "s", "t", "u"],
+        prompts=["1 + 1?"] * 4,
+        solution=["2", "2", {"x": 3}, {"x": 3}],
+        a=[1, 1, None, None],  # the union of the rows' columns
+        b=[None, None, [2], [2]],
+    )
 
 
 WRONG_REWARDS = [None, 1, [1], [1, 2, 3], [1, math.nan], [1, math.inf], [1, None], [1, "good"]]
