@@ -763,24 +763,19 @@ def test_the_accuracy_table_by_hand(monkeypatch):
     """
     levels = ["10", "10", "10", "2", "2"]
     examples = [example_of("?", solution, level) for solution, level in zip("77877", levels)]
-    calls = []
-
-    def fake_sample(model, tokenizer, prompts, temperature, limit, size, title):
-        calls.append((torch.initial_seed(), len(prompts), temperature, limit, size, title))
-        texts = [r"\boxed{7}", "no"] * 8 + ["no"] * 4 if temperature else [r"\boxed{7}"] * 5
-        # cut off: of the first prompt three samples, of the last one the greedy response
-        truncated = torch.arange(len(texts)) < 3 if temperature else torch.arange(5) > 3
-        return None, None, texts, truncated
-
-    monkeypatch.setattr(lopti, "sample", fake_sample)
+    # cut off: of the first prompt three samples, of the last one the greedy response
+    greedily = (None, None, [r"\boxed{7}"] * 5, torch.arange(5) > 3)
+    sampled = (None, None, [r"\boxed{7}", "no"] * 8 + ["no"] * 4, torch.arange(20) < 3)
+    sample = Mock(side_effect=[greedily, sampled])
+    monkeypatch.setattr(lopti, "sample", sample)
     policy = SimpleNamespace(device=torch.device("cpu"))
     of_training = torch.get_rng_state()
     settings = settings_of(
-        "--task math --seed 7 --temperature 0.7 --max-new-tokens 99 --sample-batch-size 9"
+        "--task math --temperature 0.7 --max-new-tokens 99 --sample-batch-size 9"
     )
     table, greedy = lopti.evaluate(policy, TOKENIZER, examples, settings)
-    given = (99, 9, "evaluation:")
-    assert calls == [(8, 5, 0, *given), (8, 20, 1, *given)]  # T = 1, whatever --temperature
+    calls = [(len(call.args[2]), *call.args[3:]) for call in sample.call_args_list]
+    assert calls == [(5, 0, 99, 9, "evaluation:"), (20, 1, 99, 9, "evaluation:")]
     assert torch.equal(torch.get_rng_state(), of_training)
     assert greedy == [{"response": r"\boxed{7}", "reward": float(i != 2)} for i in range(5)]
     assert list(table["greedy"]) == ["10", "2", "all"]
