@@ -340,9 +340,8 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     """Every response is the one that `model.generate` gives to its prompt alone.
 
     Left padding, stretches of 32 tokens and rows that have ended change no token, nor does a
-    padding token that was itself sampled. The tokenizer's own first token is not added: a prompt
-    has it already. A batch reads each prompt once, all of it but its last token. So the third
-    batch, which has prompts of one token, reads nothing before it samples.
+    padding token that was itself sampled, nor the tokenizer's own first token. A batch reads each
+    prompt once, all of it but its last token: the third batch, of one token each, reads nothing.
     """
     model = random_model(family, ends, **changes)
     options = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
@@ -405,11 +404,10 @@ def test_which_tokens_end_a_response():
 
 
 def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monkeypatch):
-    """A response stops at the first end token, of whichever kind, and keeps it in its ids.
+    """A response stops at the first end token, of whichever kind, and then leaves the batch.
 
-    This also holds for a trained model that is loaded from final/. A response that has ended leaves
-    the batch. Its text is what was sampled, without the end token and without the tokenizer's
-    clean-up of spaces. A response whose last token at the limit is an end token is not cut off.
+    The end token is in its ids, but not in its text, and the tokenizer cleans up no spaces. This
+    also holds for a trained model that is loaded from final/.
     """
     tokenizer = other_template()
     tokenizer.clean_up_tokenization_spaces = True
@@ -432,7 +430,7 @@ def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monk
         assert text == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert last == {1, 3, 4}
     assert text != tokenizer.decode(ids)
-    *_, truncated = sample(random_model(ends=range(len(TOKENIZER))), limit=1)
+    *_, truncated = sample(random_model(ends=range(len(TOKENIZER))), limit=1)  # ends at the limit
     assert not truncated.any()
 
 
@@ -976,10 +974,9 @@ def test_a_run_that_does_not_begin_leaves_no_folder(flags, tmp_path, monkeypatch
 
 
 def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
-    """A checkpoint has a GPU's random state, and it stays until the next one is complete.
+    """A checkpoint has a GPU's random state (here a pretended one's), which a CPU leaves out.
 
-    The GPU is pretended. A run that goes on without one leaves that state out. A checkpoint is read
-    into memory, not into a second place beside the weights.
+    It stays until the next one is complete, and is read into memory, not onto the GPU.
     """
     model = random_model()
     optimizer = adamw(model)
@@ -1152,10 +1149,9 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
 
 
 def test_wrong_settings_from_python():
-    with pytest.raises(lopti.UserError, match="--group-size must be of type int, not 2.5"):
-        lopti.Settings(group_size=2.5)
-    with pytest.raises(lopti.UserError, match="--alpha must be of type float, not '0.3'"):
-        lopti.Settings(alpha="0.3")
+    for wrong, kind in (({"group_size": 2.5}, "int"), ({"alpha": "0.3"}, "float")):
+        with pytest.raises(lopti.UserError, match=f"must be of type {kind}, not"):
+            lopti.Settings(**wrong)
 
 
 def test_files_of_flags(tmp_path):
