@@ -1493,27 +1493,17 @@ def test_a_reward_that_cannot_be_called(place):
         rewards.load_function(place)
 
 
-def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(monkeypatch):
-    """Also an error of a kind that ends this program in one sentence."""
-    error = rewards.UserError("no")
-    monkeypatch.setattr(rewards, "load_function", lambda place: Mock(side_effect=error))
-    with pytest.raises(RuntimeError, match="--reward my:own raised") as caught:
-        rewards.compute_rewards(["a"], [example_from()], make_settings(reward="my:own"))
-    assert caught.value.__cause__ is error
-
-
-def test_what_the_import_of_a_reward_raises_keeps_its_traceback(folder):
-    """Also where it is another module that is not there."""
-    for number, line in enumerate(("open('no_such_file')", "import no_such_module", "1 / 0")):
-        (folder / f"broken{number}.py").write_text(line)
-        with pytest.raises(RuntimeError, match=f"importing broken{number} raised") as caught:
-            rewards.load_function(f"broken{number}:f")
+def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(folder):
+    """Also an error that would end this program in one sentence, and what the import raises."""
+    own = "from rewards import UserError\ndef f(**columns): raise UserError('no')"
+    for number, text in enumerate(("1 / 0", "open('no_such_file')", "import no_such_module", own)):
+        (folder / f"broken{number}.py").write_text(text)
+        settings = make_settings(reward=f"broken{number}:f")
+        with pytest.raises(RuntimeError, match=f"--reward broken{number}:f.* raised") as caught:
+            rewards.compute_rewards(["a"], [example_from()], settings)
         assert caught.value.__cause__ is not None
-
-
-def test_the_reward_of_a_task_raises_what_it_raises():
     with pytest.raises(rewards.UserError, match="must be a text or a number"):
-        rewards.compute_rewards([""], [example_from(["2"])], make_settings())
+        rewards.compute_rewards([""], [example_from(["2"])], make_settings())  # of the task
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
