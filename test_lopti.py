@@ -1711,11 +1711,8 @@ def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
 
 def test_what_guide_says_on_csv_and_json(folder):
     """The answer None and leading zeros are kept, and so are the messages of a chat."""
-    guide = (
-        (ROOT / "data" / "GUIDE.md")
-        .read_text(encoding="utf-8")
-        .partition("\n## Converting data\n")[2]
-    )
+    page = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    guide = page.partition("\n## Converting data\n")[2]
     csv_lines, json_lines = re.findall("```python\n(.*?)```", guide, re.DOTALL)[:2]
     (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
     (folder / "my.json").write_text(json.dumps([chat(), ROW]))
