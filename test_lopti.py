@@ -362,6 +362,8 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     assert calls[1].args[4] == "sampling responses 6 to 10 of 12"  # is shown while it samples
     read = [call.args[0].shape for call in inner_calls if "generation_config" not in call.kwargs]
     assert read == [(2, 15), (2, 3)]
+    layers = inner_calls[-1].kwargs[lopti.CACHE].layers  # those with a window keep no more
+    assert [layer.is_sliding for layer in layers] == [family == "Gemma2", False]
     for i, row in enumerate(plain_rows(sampled, mask)):
         assert row.prompt.tolist() == TOKENIZER(PROMPTS[i // 4]).input_ids
         assert [*row.prompt, *row.response] == alone[i // 4]
