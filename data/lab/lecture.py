@@ -237,8 +237,8 @@ def ahead_of_grpo(paths, most=1.0):
 
 
 def standing(means, halves):
-    """Says where a method stands against GRPO at the last KL; less than 0.005 is called level."""
-    if abs(means[-1]) <= max(halves[-1], 0.005):
+    """Says where a method stands against GRPO at the last KL; less than 0.002 is called level."""
+    if abs(means[-1]) <= max(halves[-1], 0.002):
         return "level"
     return "ahead" if means[-1] > 0 else "behind"
 

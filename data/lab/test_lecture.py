@@ -313,7 +313,7 @@ def test_ahead_at_equal_kl():
     assert lecture.standing([0.9, 0.2], [0, 0.1]) == "ahead"
     assert lecture.standing([0.9, -0.2], [0, 0.1]) == "behind"
     assert lecture.standing([0.9, -0.2], [0, 0.3]) == "level"
-    assert lecture.standing([0.9, 0.004], [0, 0]) == "level"
+    assert lecture.standing([0.9, 0.001], [0, 0]) == "level"
 
 
 def test_in_the_experiment_help_becomes_harm():
