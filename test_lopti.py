@@ -360,7 +360,7 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     sampled, mask, _, truncated = sample(model, tokenizer, prompts, size=5)
     assert [len(call.args[1]) for call in calls] == [5, 5, 2]
     assert calls[1].args[4] == "sampling responses 6 to 10 of 12"  # is shown while it samples
-    read = [call.args[0].shape for call in inner_calls if "generation_config" not in call.kwargs]
+    read = [call.args[0].shape for call in inner_calls if "do_sample" not in call.kwargs]
     assert read == [(2, 15), (2, 3)]
     layers = inner_calls[-1].kwargs[lopti.CACHE].layers  # those with a window keep no more
     assert [layer.is_sliding for layer in layers] == [family == "Gemma2", False]
@@ -631,7 +631,7 @@ def test_defaults_that_depend_on_other_settings(capsys):
         settings_of("--reward rewards:math_reward")
     bundled = "The learning rate is 0.0001, the default for the bundled model."
     others = "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
-    given = "The learning rate is 1e-05, as given, or as in config.json."
+    given = "The learning rate is 1e-05."
     limit = "--max-new-tokens 256 is made for the bundled model: choose your own."
     steps = "--steps 24 is made for the bundled model: choose your own."
     for words, rate, *lines in (
@@ -777,7 +777,8 @@ def test_the_accuracy_table_by_hand(monkeypatch):
     calls = [(len(call.args[2]), *call.args[3:]) for call in sample.call_args_list]
     assert calls == [(5, 0, 99, 9, "evaluation:"), (20, 1, 99, 9, "evaluation:")]
     assert torch.equal(torch.get_rng_state(), of_training)
-    assert greedy == [{"response": r"\boxed{7}", "reward": float(i != 2)} for i in range(5)]
+    response = {"prompt": "?", "response": r"\boxed{7}"}
+    assert greedy == [response | {"reward": float(i != 2)} for i in range(5)]
     assert list(table["greedy"]) == ["10", "2", "all"]
     means = {name: [interval[0] for interval in row.values()] for name, row in table.items()}
     assert means == {
@@ -874,7 +875,7 @@ LOGGED = [  # one of 24 steps, its share of cut-off responses, Â, optimizer ste
     (24, 0.5, 1, 1, "step 24: reward 2.00, accuracy 0.75"),
     (1, 0.5, 1, 1, ""),  # of 24 steps every second one is printed
     (1, 0.625, 1, 1, "step 1: 62% of the responses were cut off at 256 tokens"),
-    (1, 0.5, 0, 0, "step 1: all advantages are 0, so the rewards teach nothing"),
+    (1, 0.5, 0, 0, "step 1: no group has unequal rewards, so the rewards teach nothing"),
     (1, 0.5, 1, 0, "step 1: no optimizer step was made: each gradient is 0 or not finite"),
 ]
 
@@ -1151,9 +1152,11 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
 
 
 def test_wrong_settings_from_python():
-    for wrong, kind in (({"group_size": 2.5}, "int"), ({"alpha": "0.3"}, "float")):
+    wrong = ({"group_size": 2.5}, "int"), ({"alpha": "0.3"}, "float")
+    for settings, kind in (*wrong, ({"passes": True}, "int"), ({"stapo": 1}, "bool")):
         with pytest.raises(lopti.UserError, match=f"must be of type {kind}, not"):
-            lopti.Settings(**wrong)
+            lopti.Settings(**settings)
+    lopti.Settings(alpha=torch.linspace(0, 1, 3, dtype=torch.float64).numpy()[1], eta=1)
 
 
 def test_files_of_flags(tmp_path):
@@ -1638,7 +1641,7 @@ LINES = [  # rows, settings, whether the model has a chat template, what becomes
     ([ROW], {"max_prompt_length": LENGTH - 1}, True,
      "0 of 1 rows used; 1 longer than --max-prompt-length"),
     ([ROW, WORKING], {}, True, "1 of 2 rows used; 1 with a solution that no answer could match"),
-    ([OTHERS], {}, True, "1 of 1 rows used; other columns, for the reward: image, level"),
+    ([OTHERS], {}, True, "1 of 1 rows used; other columns, for the reward: image"),
     ([chat()], {}, True, rf"{USED_AS_IS}\boxed{{}}"),
     ([{"prompt": "1", "answer": "2"}], {}, False, rf"{USED_AS_IS}\boxed{{}}"),
     ([{"prompt": "1", "answer": LILY}], {"task": "kk"}, True, f"{USED_AS_IS}<think> and <answer>"),
