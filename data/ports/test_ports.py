@@ -161,8 +161,7 @@ def test_level_2_names_two_mistakes_and_choices(knows, capsys):
 
 
 DECAY = 'weight_decay=case["weight_decay"]'
-LOGITS = "(logits[before] / temperature)"
-HALF_PRECISION = (LOGITS, "(logits[before].bfloat16() / temperature)")
+HALF_PRECISION = ("(logits[before] / temperature)", "(logits[before].bfloat16() / temperature)")
 UNEXPLAINED = {  # changes of the example port, the largest error
     "a weight decay of 0.011, not 0.01": (
         [(DECAY, f'{DECAY} + 0.001 * (case["weight_decay"] < 1)')],
@@ -173,7 +172,10 @@ UNEXPLAINED = {  # changes of the example port, the largest error
         [HALF_PRECISION, *check_port.MISTAKES[CHOICES[1]], *check_port.MISTAKES[CHOICES[2]]],
         pytest.approx(0.1, abs=0.09),
     ),
-    "not a number": ([(LOGITS, f"({LOGITS} * torch.nan)")], pytest.approx(math.nan, nan_ok=True)),
+    "not a number": (
+        [("table.detach().clone()", "table.detach() * torch.nan")],
+        pytest.approx(math.nan, nan_ok=True),
+    ),
 }
 
 
