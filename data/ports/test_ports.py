@@ -39,6 +39,10 @@ def mistakes_in(source):
     return found if os.environ.get("LOPTI_ALL") else found[::12]
 
 
+ONCE_MORE = "detail 3: the loss is divided once more, by the number of processes, 2"
+ONCE_MORE_TOO = (
+    "detail 3: the loss is divided once more, by the number of mini-batches (or of processes, 2)"
+)
 LEVEL_1 = mistakes_in(EXAMPLE.partition("def run_passes(")[0])
 LEVEL_2 = mistakes_in(EXAMPLE.partition("def update_model(")[0])
 
@@ -111,6 +115,11 @@ def checked(update, capsys):
     return code, capsys.readouterr().out.splitlines()[len(GOLDEN["rollouts"]) :]
 
 
+def test_each_mistake_changes_the_example():
+    """Each line that mistakes.diff takes away stands in the example port once."""
+    assert all(check_port.port_with([mistake]) for mistake in check_port.MISTAKES)
+
+
 @pytest.mark.parametrize("mistake", LEVEL_2)
 def test_level_2_names_each_mistake(mistake, capsys):
     """A port with one mistake fails and is told this one; a port with a choice is right."""
@@ -119,6 +128,8 @@ def test_level_2_names_each_mistake(mistake, capsys):
         right_code_and_lines = (0, ["Right.", mistake])
     if mistake == PI_EQUALS_ETA:  # no table has such a token: rounding would decide
         right_code_and_lines = (0, ["Right."])
+    if mistake == ONCE_MORE:  # level 2 has as many mini-batches where the scale shows
+        right_code_and_lines = (1, [f"Wrong: {ONCE_MORE_TOO}"])
     assert checked(check_port.port_with([mistake]).update, capsys) == right_code_and_lines
 
 
@@ -163,9 +174,9 @@ def test_level_2_names_two_mistakes_and_choices(knows, capsys):
 DECAY = 'weight_decay=case["weight_decay"]'
 HALF_PRECISION = ("(logits[before] / temperature)", "(logits[before].bfloat16() / temperature)")
 UNEXPLAINED = {  # changes of the example port, the largest error
-    "a weight decay of 0.011, not 0.01": (
-        [(DECAY, f'{DECAY} + 0.001 * (case["weight_decay"] < 1)')],
-        pytest.approx(0.005, abs=0.005),
+    "a weight decay of 0.0101, not 0.01": (
+        [(DECAY, f'{DECAY} + 0.0001 * (case["weight_decay"] < 1)')],
+        pytest.approx(0.0009, abs=0.0002),
     ),
     "half precision": ([HALF_PRECISION], pytest.approx(0.1, abs=0.09)),
     "half precision and choices": (
@@ -189,6 +200,15 @@ def test_level_2_says_how_large_an_error_is_that_it_cannot_explain(name, knows, 
     assert lines[0].startswith("Wrong. No known mistake explains it.")
     assert float(lines[0].split()[-1].rstrip(".")) == right_error
     assert "run it in float32" in lines[1]
+
+
+def test_level_2_says_where_a_port_differs_first(knows, capsys):
+    """The second pass has an optimizer of its own, so its first step differs."""
+    name = "detail 5: the second pass has an optimizer of its own"
+    knows([name])
+    check_port.check_update(check_port.port_with([name]).update)
+    sentence = "\nboth: differs from optimizer step 3 of 4 on, the first of the second pass\n"
+    assert sentence in capsys.readouterr().out
 
 
 ONLY_FIRST_PASS = (
@@ -272,6 +292,8 @@ def test_check_port_as_a_command(monkeypatch, capsys, tmp_path):
     assert check_port.main(["example_port"]) == 0
     assert capsys.readouterr().out.count("Right.") == 5
     assert check_port.main(["example_port:update"]) == 0
+    monkeypatch.setattr(check_port, "model_cases", lambda: [CASES[ONE_STEP]])
+    assert check_port.main(["--model", "example_port:update_model"]) == 0
     for port, sentence in (
         ("broken_port", "policy_loss: Wrong: the ratio is clipped at 1 + ε_l, not at 1 + ε_h"),
         ("short_port", "It is called as policy_loss(logprobs, old_logprobs, advantages, clip_low"),
