@@ -151,7 +151,7 @@ def explain(found, right, simulate, source, with_pairs=False):
         for name in mistakes:
             steps = [min(agreement((name,), number), len(found[number])) for number in plain]
             explained[name] = sum(steps)
-        best = sorted(mistakes, key=explained.get)[-5:]
+        best = sorted(mistakes, key=explained.get)[-10:]
         return itertools.product(reversed(best), mistakes)
 
     singles = [(), *((name,) for name in mistakes)]

@@ -3,7 +3,7 @@
     pip install -r requirements.txt trl==1.16.0
     python data/ports/trl_lopti.py --steps 2     # with the bundled model and puzzles
 
-For a training of your own paste LoptiTrainer; README.md here says what to mind then.
+For a training of your own see README.md here.
 """
 
 import argparse
