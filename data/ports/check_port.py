@@ -261,8 +261,7 @@ def count_problem(count, case):
     expected = len(case["steps"])
     if count == expected:
         return None
-    steps = "step" if count == 1 else "steps"
-    return f"wrong; your update made {count} optimizer {steps}, {expected} are expected"
+    return f"wrong; the number of optimizer steps is {count}, and must be {expected}"
 
 
 def check_update(update):

@@ -39,10 +39,7 @@ def mistakes_in(source):
     return found if os.environ.get("LOPTI_ALL") else found[::12]
 
 
-ONCE_MORE = "detail 3: the loss is divided once more, by the number of processes, 2"
-ONCE_MORE_TOO = (
-    "detail 3: the loss is divided once more, by the number of mini-batches (or of processes, 2)"
-)
+HALVED = "detail 3: the loss is divided by 2 once more, the number of"
 LEVEL_1 = mistakes_in(EXAMPLE.partition("def run_passes(")[0])
 LEVEL_2 = mistakes_in(EXAMPLE.partition("def update_model(")[0])
 
@@ -90,13 +87,6 @@ def test_golden_json_has_one_case_a_line(tmp_path):
     assert len(cases) == sum(map(len, GOLDEN.values()))
 
 
-@pytest.mark.parametrize("kind", golden.CLIPS)
-def test_golden_json_reaches_every_clip(kind):
-    """Each clip is active in three cases or more."""
-    passes = [case["passes"]["all"] for case in GOLDEN["cases"]]
-    assert sum(found[f"clip_{kind}_share"] > 0 for found in passes) >= 3
-
-
 def test_float32_is_enough():
     """A right port in float32 differs from golden.json by less than 1e-5."""
     port = {}
@@ -124,12 +114,12 @@ def test_each_mistake_changes_the_example():
 def test_level_2_names_each_mistake(mistake, capsys):
     """A port with one mistake fails and is told this one; a port with a choice is right."""
     right_code_and_lines = (1, [f"Wrong: {mistake}"])
+    if mistake.startswith(HALVED):  # where the scale shows, there are two mini-batches
+        right_code_and_lines = (1, [f"Wrong: {HALVED} mini-batches or of processes"])
     if mistake in CHOICES:
         right_code_and_lines = (0, ["Right.", mistake])
     if mistake == PI_EQUALS_ETA:  # no table has such a token: rounding would decide
         right_code_and_lines = (0, ["Right."])
-    if mistake == ONCE_MORE:  # level 2 has as many mini-batches where the scale shows
-        right_code_and_lines = (1, [f"Wrong: {ONCE_MORE_TOO}"])
     assert checked(check_port.port_with([mistake]).update, capsys) == right_code_and_lines
 
 
@@ -178,7 +168,6 @@ UNEXPLAINED = {  # changes of the example port, the largest error
         [(DECAY, f'{DECAY} + 0.0001 * (case["weight_decay"] < 1)')],
         pytest.approx(0.0009, abs=0.0002),
     ),
-    "half precision": ([HALF_PRECISION], pytest.approx(0.1, abs=0.09)),
     "half precision and choices": (
         [HALF_PRECISION, *check_port.MISTAKES[CHOICES[1]], *check_port.MISTAKES[CHOICES[2]]],
         pytest.approx(0.1, abs=0.09),
@@ -211,9 +200,7 @@ def test_level_2_says_where_a_port_differs_first(knows, capsys):
     assert sentence in capsys.readouterr().out
 
 
-ONLY_FIRST_PASS = (
-    "detail 4: only the first pass is made, so that high-probability tokens are never updated"
-)
+ONLY_FIRST_PASS = "detail 4: only the first pass is made"
 
 
 def test_levels_2_and_3_count_the_optimizer_steps(knows, capsys, monkeypatch):
@@ -222,7 +209,7 @@ def test_levels_2_and_3_count_the_optimizer_steps(knows, capsys, monkeypatch):
     port = check_port.port_with([ONLY_FIRST_PASS])
     case = next(case for case in GOLDEN["model"] if case["name"] == "both")
     monkeypatch.setattr(check_port, "model_cases", lambda: [case])
-    sentence = "both: wrong; your update made 2 optimizer steps, 4 are expected"
+    sentence = "both: wrong; the number of optimizer steps is 2, and must be 4"
     for check, update in (
         (check_port.check_update, port.update),
         (check_port.check_model_update, port.update_model),
@@ -235,9 +222,7 @@ def test_levels_2_and_3_count_the_optimizer_steps(knows, capsys, monkeypatch):
 
 def test_a_wrong_port_in_float32_is_named(knows, capsys):
     """Rounding grows where steps are wrong: beyond the limit for a right port, which is 1e-4."""
-    name = (
-        "detail 4: only the second pass is made, so that low-probability tokens are never updated"
-    )
+    name = "detail 4: only the second pass is made"
     knows([name])
     changes = [*check_port.MISTAKES[name], ("torch.float64, requires", "torch.float32, requires")]
     changes.append(('["reference"], dtype=torch.float64', '["reference"], dtype=torch.float32'))
@@ -347,17 +332,11 @@ LEVEL_3 = {  # changes of the example port, the number of a case, what is printe
         TWO_PROMPTS,
         [f"Wrong: {LEFT_PADDING}"],
     ),
-    "left prompts": (
-        check_port.MISTAKES[LEFT_PROMPTS],
-        TWO_PROMPTS,
-        [f"Wrong: {LEFT_PROMPTS}"],
-    ),
     "shifted logits": (
         check_port.MISTAKES[SHIFTED_LOGITS][1:],
         NO_TOKEN,
         [f"Wrong: {SHIFTED_LOGITS}"],
     ),
-    "a norm": ([(NORM, "yield 1.001 * float(norm)")], ONE_STEP, None),
     "the first norm": (
         [(NORM, "yield float(norm) + 0.001 * (update_mask is passes[0])")],
         TWO_PROMPTS,
@@ -378,16 +357,15 @@ LEVEL_3 = {  # changes of the example port, the number of a case, what is printe
 def test_level_3_sees_norms_weights_positions_and_the_optimizer(name, monkeypatch, capsys, knows):
     """Level 3 passes right ports, fails wrong ones, and names what it knows."""
     changes, number, right_lines = LEVEL_3[name]
-    knows([SHIFTED_LOGITS, LEFT_PROMPTS, LEFT_PADDING, ZERO_STEP])
+    knows([SHIFTED_LOGITS, LEFT_PADDING, ZERO_STEP])
     monkeypatch.setattr(check_port, "model_cases", lambda: [CASES[number]])
     code = check_port.check_model_update(changed_port(*changes).update_model)
     state, *lines = capsys.readouterr().out.splitlines()
     assert ("differs" in state) == (code == 1)
+    assert ("Right." in lines) == (code == 0)
     if right_lines is None:
-        assert code == 1
         assert lines[0].startswith("Wrong. No known mistake explains it.")
     else:
-        assert code == int(right_lines[0] != "Right.")
         assert lines == right_lines
 
 

@@ -128,8 +128,7 @@ def main():
     rows, _ = lopti.load_data(settings, tokenizer)
     puzzles = [{"prompt": row.prompt, "solution": row.solution} for row in rows]
     options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
-    passes = 2 if settings.eta else 1
-    options["logging_steps"] = options["steps_per_generation"] * passes
+    options["logging_steps"] = 2 * options["steps_per_generation"]  # of both passes
     options["max_steps"] = flags.steps * options["logging_steps"]  # TRL counts optimizer steps
     trainer = LoptiTrainer(
         policy,
