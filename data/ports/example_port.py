@@ -1,9 +1,7 @@
 """A right port, as short as PyTorch allows: the functions that check_port.py calls.
 
-Put your own code in the place of these functions. The first five have the names, arguments and
-values of those in lopti.py. They are not imported from there, because check_port.py changes their
-lines: to find what explains the numbers of a port, it makes the changes in mistakes.diff, each of
-which makes this port wrong. So this file needs PyTorch alone.
+The first five have the names, arguments and values of those in lopti.py. They are not imported from
+there, because check_port.py changes their lines to simulate mistakes.
 """
 
 from functools import partial
@@ -17,6 +15,7 @@ def group_advantages(rewards, group_size):
     means = groups.mean(1, keepdim=True)
     deviations = groups.std(1, keepdim=True)
     advantages = (groups - means) / (deviations + 1e-6)
+    advantages = advantages.masked_fill(deviations < 1e-6, 0.0)
     return advantages.flatten()
 
 

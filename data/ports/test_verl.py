@@ -2,6 +2,13 @@
 
 What runs is verl's own, from the log-probabilities of a batch to the optimizer steps. Sampling, Ray
 and the store of the batch are left out: every process holds the whole batch, and works on its rows.
+In an environment for verl alone:
+
+    pip install -r requirements.txt
+    pip install --no-deps verl==0.9.1   # without the older versions that it asks for
+    pip install tensordict==0.15.3 TransferQueue==0.1.11 ray hydra-core codetiming peft torchdata \\
+        pyzmq msgspec orjson pillow aiohttp fastapi uvicorn cachetools
+    python -m pytest -s data/ports/test_verl.py
 """
 
 import json

@@ -3,7 +3,7 @@
     pip install -r requirements.txt trl==1.16.0
     python data/ports/trl_lopti.py --steps 2     # with the bundled model and puzzles
 
-For a training of your own paste LoptiTrainer; README.md here says what to mind then.
+For a training of your own see README.md here.
 """
 
 import argparse
@@ -128,8 +128,7 @@ def main():
     rows, _ = lopti.load_data(settings, tokenizer)
     puzzles = [{"prompt": row.prompt, "solution": row.solution} for row in rows]
     options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
-    passes = 2 if settings.eta else 1
-    options["logging_steps"] = options["steps_per_generation"] * passes
+    options["logging_steps"] = 2 * options["steps_per_generation"]  # of both passes
     options["max_steps"] = flags.steps * options["logging_steps"]  # TRL counts optimizer steps
     trainer = LoptiTrainer(
         policy,
