@@ -4,46 +4,27 @@
     python data/ports/check_port.py my_port:update                 # 2. updates of a small table
     python data/ports/check_port.py --model my_port:update_model   # 3. updates of a language model
 
-my_port.py is your file, in the current folder. The easiest way to write it is to copy
-example_port.py beside this file, which is correct, and to let its functions call your code.
+my_port.py is your file, in the current folder: a copy of example_port.py whose functions call your
+code. data/ports/README.md describes the functions, and what the program says of them.
 
-B is the number of responses, T the number of tokens of the longest, and V the size of the
-vocabulary. A group is group_size responses that follow one another.
-
-1. Any of these functions, which have the names and arguments of those in lopti.py. They get float64
-    tensors, padded on the right.
-    group_advantages(rewards, group_size): (B,) → (B,). The advantages Â of Eq. 1.
-    reweight_advantages(advantages, old_logprobs, alpha): (B, T), (B, T) → (B, T). Eq. 4.
-    split_tokens(old_logprobs, mask, eta): (B, T), (B, T) → (B, T), (B, T). The masks of the
-        low-probability tokens and of the others.
-    policy_loss(logprobs, old_logprobs, advantages, clip_low, clip_high, clip_dual): (B, T) each →
-        (B, T). The loss of each token without the KL. Its gradient is compared, too.
-    kl_estimate(logprobs, ref_logprobs): (B, T), (B, T) → (B, T). The KL of each token. Its gradient
-        is compared, too.
-2. update(case) → tables (V, V). It makes a whole update, with your loss, passes and optimizer, of a
-    policy that is a table: row i holds the logits of the token after token i. It returns a copy of
-    the table after each optimizer step, and also after one that is skipped. `case` has the table,
-    that of the reference, prompts, responses, rewards and all settings, in the names that golden.py
-    explains under `rollouts`. With eta 0 there is one pass.
-3. update_model(model, optimizer, case) → numbers. It makes a whole update of the bundled model, a
-    causal model of transformers, with the given AdamW. The reference is the model before the
-    update. It returns the gradient norm of each optimizer step before it is clipped, and 0 for a
-    step that is skipped. `case` has the token ids of B prompts and B responses, rewards and
-    settings.
+1. The functions get float64 tensors, padded on the right. A group is group_size responses that
+    follow one another.
+2. update(case) makes a whole update, with your loss, passes and optimizer, of a policy that is a
+    table (V, V): row i holds the logits of the token after token i. It returns a copy of the table
+    after each optimizer step, and also after one that is skipped. `case` has the table, that of the
+    reference, prompts, responses, rewards and all settings, in the names that golden.py explains
+    under `rollouts`. With eta 0 there is one pass.
+3. update_model(model, optimizer, case) makes a whole update of the bundled model, a causal model of
+    transformers, with the given AdamW. The reference is the model before the update. It returns the
+    gradient norm of each optimizer step before it is clipped, and 0 for a step that is skipped.
+    `case` has the token ids of prompts and responses, rewards and settings. The printed numbers say
+    how far the gradient norms, the change of all weights (both relative) and single weights
+    (absolute) are from golden.json.
 
 An optimizer step has case["mini_batch_size"] responses, in the order of the rows. If your code cuts
 them into micro-batches, let each have case["micro_batch_size"] responses. This must change nothing.
 
-At level 3 the printed numbers say how far the gradient norms, the change of all weights (both
-relative) and single weights (absolute) are from golden.json.
-
-If the numbers are wrong, the program looks for a known mistake that gives the same wrong numbers.
-It tries the mistakes of mistakes.diff, and at level 2 pairs of them, too. This takes about a minute
-at most.
-
 The exit code is 0 for a correct port and 1 for a faulty one.
-README.md here names four choices. A port that makes them in another way than lopti.py is accepted,
-too, and its choice is printed.
 """
 
 import argparse
@@ -187,7 +168,8 @@ def judge(found, right, simulate, source, with_pairs=False):
         errors = [0.0]
         for values, others in zip(found, right):
             errors += [float((a - b).abs().max()) for a, b in zip(values, others)]
-        print(f"Wrong. No known mistake explains it. The largest error is {max(errors):.2g}.")
+        largest = torch.tensor(errors).max()  # NaN, where one of them is
+        print(f"Wrong. No known mistake explains it. The largest error is {largest:.2g}.")
         print("If your code computes in bfloat16 or float16, first run it in float32.")
         return 1
     mistakes = [name for name in names if name not in CHOICES]

@@ -1,9 +1,8 @@
-"""A right port, as short as PyTorch allows: the functions that check_port.py calls.
+"""Makes the updates of a right port: the functions that check_port.py calls.
 
-Put your own code in the place of these functions. The first five have the names, arguments and
-values of those in lopti.py. They are not imported from there, because check_port.py changes their
-lines: to find what explains the numbers of a port, it makes the changes in mistakes.diff, each of
-which makes this port wrong. So this file needs PyTorch alone.
+Put your own code in the place of these functions. The first five have the names and arguments of
+those in lopti.py. They are not imported from there, because check_port.py changes their lines to
+simulate the mistakes of mistakes.diff.
 """
 
 from functools import partial
@@ -73,7 +72,7 @@ def run_passes(logprobs, ref_logprobs, mask, parameters, optimizer, case):
 
 
 def update(case):
-    """The update of a policy that is a table (V, V): the table after each optimizer step."""
+    """Updates a policy that is a table (V, V). Returns the table after each optimizer step."""
     responses = [torch.tensor(response) for response in case["responses"]]
     ids = pad_sequence(responses, batch_first=True, padding_value=-1)  # (B, T)
     mask = ids >= 0
@@ -92,7 +91,7 @@ def update(case):
 
 
 def update_model(model, optimizer, case):
-    """The update of a causal language model, which is also the reference: the gradient norms."""
+    """Updates a causal language model, which is also the reference. Returns the gradient norms."""
     starts = torch.tensor([[len(prompt)] for prompt in case["prompts"]])  # (B, 1)
     rows = []
     for prompt, response in zip(case["prompts"], case["responses"]):

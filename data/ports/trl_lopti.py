@@ -1,9 +1,9 @@
-"""Advantage Reweighting and Lopti as a subclass of TRL's GRPOTrainer; nothing in TRL is changed.
+"""Adds Advantage Reweighting and Lopti to TRL, as a subclass of its GRPOTrainer.
 
     pip install -r requirements.txt trl==1.16.0
     python data/ports/trl_lopti.py --steps 2     # with the bundled model and puzzles
 
-For a training of your own paste LoptiTrainer; README.md here says what to mind then.
+data/ports/README.md says how to train your own model with it.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from rewards import kk_reward
 
 
 class LoptiTrainer(GRPOTrainer):
-    """GRPOTrainer with `alpha` (α of Eq. 4) and `eta` (η of Lopti); with 0 and 0 it is GRPO.
+    """Trains with `alpha` (α of Eq. 4) and `eta` (η of Lopti); with 0 and 0 this is GRPO.
 
     It sets what the method needs in `args`, a GRPOConfig. There `steps_per_generation` must be a
     multiple of `gradient_accumulation_steps`: the quotient is the number of mini-batches.
@@ -39,7 +39,7 @@ class LoptiTrainer(GRPOTrainer):
         self.eta = eta
 
     def _prepare_inputs(self, generation_batch):
-        """A micro-batch of TRL's with Eq. 4 in its advantages, the tokens of this pass, and N.
+        """Returns TRL's micro-batch with Eq. 4 in its advantages, the tokens of this pass, and N.
 
         TRL samples a rollout batch, shuffles its rows once and cuts it into micro-batches. It
         keeps them for both passes.
@@ -79,7 +79,7 @@ class LoptiTrainer(GRPOTrainer):
         return self._get_per_token_logps_and_entropies(self.model, ids, mask, length)[0]
 
     def _get_grad_norm(self, model, grad_norm=None):
-        """No step where the gradient is 0: AdamW would move the weights, but passes over None."""
+        """Skips a step whose gradient is 0: AdamW would move the weights, but passes over None."""
         norm = super()._get_grad_norm(model, grad_norm)
         if norm == 0:
             model.zero_grad(set_to_none=True)
@@ -92,7 +92,7 @@ def response_mask(inputs):
 
 
 def trl_settings(settings, processes=1):
-    """Settings of lopti.py in the names of GRPOConfig; a mini-batch is one micro-batch."""
+    """Returns the settings in the names of GRPOConfig; a mini-batch is one micro-batch."""
     responses = settings.prompts_per_step * settings.group_size
     return {
         "steps_per_generation": responses // settings.mini_batch_size,
@@ -128,8 +128,7 @@ def main():
     rows, _ = lopti.load_data(settings, tokenizer)
     puzzles = [{"prompt": row.prompt, "solution": row.solution} for row in rows]
     options = trl_settings(settings, processes=int(os.environ.get("WORLD_SIZE", "1")))
-    passes = 2 if settings.eta else 1
-    options["logging_steps"] = options["steps_per_generation"] * passes
+    options["logging_steps"] = 2 * options["steps_per_generation"]  # both passes
     options["max_steps"] = flags.steps * options["logging_steps"]  # TRL counts optimizer steps
     trainer = LoptiTrainer(
         policy,
