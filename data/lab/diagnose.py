@@ -78,10 +78,7 @@ def ratio(above, below):
     """Returns Σ above / Σ below, and half of its 95 % interval. Both have n numbers, one a batch.
 
     With R the ratio, the numbers above - R·below have mean 0; s is their standard deviation. Half
-    of the interval is t·s/√n, divided by the mean of below. Here it is 4.303·1/√3/2:
-
-    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.array([2.0] * 3))))
-    1.000 ± 1.242
+    of the interval is t·s/√n, divided by the mean of below.
     """
     value = above.sum() / below.sum()
     t = stats.t.ppf(0.975, len(above) - 1)
