@@ -258,46 +258,34 @@ def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
 # curve.py -----------------------------------------------------------------------------------------
 
 
-def write_run(folder, metrics="metrics", evaluations="evaluations", run=None):
-    """Writes a run of six steps with the accuracies 0, 0, 0, 0, 0.5, 1, and two evaluations."""
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run of six steps with the accuracies 0, 0, 0, 0, 0.5, 1, and two evaluations."""
     for step, accuracy in enumerate((0.0, 0.0, 0.0, 0.0, 0.5, 1.0), 1):
         line = dict.fromkeys(curve.PANELS.values(), 0.1 * step)
-        lopti.add_line(folder / f"{metrics}.jsonl", line | {"step": step, "accuracy": accuracy})
+        lopti.add_line(tmp_path / "metrics.jsonl", line | {"step": step, "accuracy": accuracy})
     for step, mean in ((0, 0.2), (6, 0.8)):
         table = {"greedy": {"2": [0.9, 0.9, 0.9], "all": [mean, mean - 0.1, mean + 0.2]}}
-        line = {"step": step, "table": table}
-        if run:
-            table["avg@2"] = {"all": [mean / 2, 0.0, 1.0]}
-            line["run"] = run
-        lopti.add_line(folder / f"{evaluations}.jsonl", line)
+        lopti.add_line(tmp_path / "evaluations.jsonl", {"step": step, "table": table})
+    return tmp_path
 
 
-def test_runs_are_read_from_folders_and_from_files(tmp_path):
+def test_runs_are_read_from_folders_and_from_files(run_folder):
     """An evaluation belongs to the metrics file that it names; avg@k goes before greedy."""
-    write_run(tmp_path)
-    metrics, evaluations = curve.read_run(tmp_path)
-    assert list(metrics["accuracy"]) == [0, 0, 0, 0, 0.5, 1]
-    assert list(metrics.index) == [1, 2, 3, 4, 5, 6]
+    metrics, evaluations = curve.read_run(run_folder)
+    assert dict(metrics["accuracy"]) == {1: 0, 2: 0, 3: 0, 4: 0, 5: 0.5, 6: 1}
     assert evaluations.loc[6].tolist() == pytest.approx([0.8, 0.7, 1.0])
-    (tmp_path / "several").mkdir()
-    for name in ("one", "two"):
-        write_run(tmp_path / "several", name, "their_evaluations", run=name)
-    lopti.add_line(
-        tmp_path / "several" / "their_evaluations.jsonl",
-        {"run": "two", "step": 7, "table": {"greedy": {"all": [0.1, 0.0, 0.2]}}},
-    )
-    _, of_one = curve.read_run(tmp_path / "several" / "one.jsonl")
-    _, of_two = curve.read_run(tmp_path / "several" / "two.jsonl")
-    assert dict(of_one["mean"]) == {0: 0.1, 6: 0.4}
-    assert dict(of_two["mean"]) == {0: 0.1, 6: 0.4, 7: 0.1}
+    for name, last in (("readme_run", 0.7725), ("readme_grpo", 0.7625)):
+        _, evaluations = curve.read_run(HERE / "results" / f"{name}.jsonl")
+        assert dict(evaluations["mean"]) == {0: 0.4625, 24: last}
 
 
-def test_curves_by_hand(tmp_path, monkeypatch):
+def test_curves_by_hand(run_folder, monkeypatch):
     """A mean of five steps stands at the third; evaluations have their own intervals."""
     monkeypatch.setattr(curve.plt, "close", lambda figure: None)  # so that it can be looked at
-    write_run(tmp_path)
-    curve.main([str(tmp_path), "--plot", str(tmp_path / "new" / "plot.png")])
-    assert (tmp_path / "new" / "plot.png").exists()
+    plot = run_folder / "new" / "plot.png"
+    curve.main([str(run_folder), "--plot", str(plot)])
+    assert plot.exists()
     figure = curve.plt.gcf()
     accuracy = figure.axes[1]
     thin, thick, *_ = accuracy.lines

@@ -274,78 +274,60 @@ CASES = check_port.model_cases()
 ONE_STEP = 4  # a case with one step: only the weights show a gradient's wrong sign
 NO_TOKEN = 5  # a case with a pass that has no token in its second mini-batch
 TWO_PROMPTS = 6  # a case of two groups, with prompts of two lengths and a larger weight decay
-LEFT_PADDING = (
-    "whole rows are padded on the left without an attention mask: the model reads the padding"
-)
+ZERO_STEP, *_ = check_port.CHOICES
 LEFT_PROMPTS = (
     "prompts are padded on the left without an attention mask: the model reads the padding"
 )
-SHIFTED_LOGITS = "the logits are shifted by one: log π of a token is read at the token itself"
-ZERO_STEP, *_ = check_port.CHOICES
-ATTENDS = ("logits = model(ids)", "logits = model(ids, attention_mask=attention_mask)")
-CLAMPED = "    ids = ids.clamp(min=0)\n\n    def logprobs(temp"
-MASKED = f"    attention_mask = (ids >= 0).long()\n{CLAMPED}"
-OPTIMIZER = "    parameters = list(model.parameters())"
-ADAMW = f"""{OPTIMIZER}
-    optimizer = torch.optim.AdamW(parameters, case["learning_rate"], weight_decay=0.0)"""
-NORM = "yield float(norm)"
-LEVEL_3 = {  # changes of the example port, the number of a case, what is printed below it
-    "right": ([], TWO_PROMPTS, ["Right."]),
-    "step at gradient 0": (check_port.MISTAKES[ZERO_STEP], NO_TOKEN, ["Right.", ZERO_STEP]),
-    "step at gradient 0, and a norm": (
-        [*check_port.MISTAKES[ZERO_STEP], (NORM, "yield 1.001 * float(norm)")],
-        NO_TOKEN,
-        None,
-    ),
-    "left padding behind a mask": (
-        [*check_port.MISTAKES[LEFT_PADDING], ATTENDS, (CLAMPED, MASKED)],
-        TWO_PROMPTS,
-        ["Right."],
-    ),
-    "left padding": (
-        check_port.MISTAKES[LEFT_PADDING],
-        TWO_PROMPTS,
-        [f"Wrong: {LEFT_PADDING}"],
-    ),
-    "left prompts": (
-        check_port.MISTAKES[LEFT_PROMPTS],
-        TWO_PROMPTS,
-        [f"Wrong: {LEFT_PROMPTS}"],
-    ),
-    "shifted logits": (
-        check_port.MISTAKES[SHIFTED_LOGITS][1:],
-        NO_TOKEN,
-        [f"Wrong: {SHIFTED_LOGITS}"],
-    ),
-    "the first norm": (
-        [(NORM, "yield float(norm) + 0.001 * (update_mask is passes[0])")],
-        TWO_PROMPTS,
-        None,
-    ),
-    "sign": ([("loss.backward()", "(-loss).backward()")], ONE_STEP, None),
-    "no weight decay": ([(OPTIMIZER, ADAMW)], TWO_PROMPTS, None),
-    "the batch's normalization": (
-        [("rewards.view(-1, group_size)", "rewards.view(1, -1)")],
-        TWO_PROMPTS,
-        None,
-    ),
+LEFT_PADDING = LEFT_PROMPTS.replace("prompts", "whole rows")
+LEVEL_3 = {  # a mistake, and the number of a case in which it shows
+    "the logits are shifted by one: log π of a token is read at the token itself": NO_TOKEN,
+    LEFT_PROMPTS: TWO_PROMPTS,
+    LEFT_PADDING: TWO_PROMPTS,
+    "mean and standard deviation of the rewards are the batch's, not the group's": TWO_PROMPTS,
+    "there is no weight decay": TWO_PROMPTS,
+    "the loss has the wrong sign": ONE_STEP,
 }
 
 
+@pytest.fixture
+def checked_in(knows, monkeypatch, capsys):
+    """Gives the exit code of level 3 in one case, and what it prints below this case."""
+
+    def check(number, *changes, known=(ZERO_STEP,)):
+        knows(known)
+        monkeypatch.setattr(check_port, "model_cases", lambda: [CASES[number]])
+        code = check_port.check_model_update(changed_port(*changes).update_model)
+        return code, capsys.readouterr().out.splitlines()[1:]
+
+    return check
+
+
 @pytest.mark.parametrize("name", LEVEL_3 if os.environ.get("LOPTI_ALL") else list(LEVEL_3)[::3])
-def test_level_3_sees_norms_weights_positions_and_the_optimizer(name, monkeypatch, capsys, knows):
-    """Level 3 passes right ports, fails wrong ones, and names what it knows."""
-    changes, number, right_lines = LEVEL_3[name]
-    knows([SHIFTED_LOGITS, LEFT_PROMPTS, LEFT_PADDING, ZERO_STEP])
-    monkeypatch.setattr(check_port, "model_cases", lambda: [CASES[number]])
-    code = check_port.check_model_update(changed_port(*changes).update_model)
-    _, *lines = capsys.readouterr().out.splitlines()
-    if right_lines is None:
+def test_level_3_names_mistakes(name, checked_in):
+    lines = [f"Wrong: {name}"]
+    assert checked_in(LEVEL_3[name], *check_port.MISTAKES[name], known=LEVEL_3) == (1, lines)
+
+
+def test_level_3_accepts_a_choice_and_padding_behind_a_mask(checked_in):
+    choice = check_port.MISTAKES[ZERO_STEP]
+    padding = check_port.MISTAKES[LEFT_PADDING]
+    assert checked_in(NO_TOKEN, *choice) == (0, ["Right.", ZERO_STEP])
+    clamp = "    ids = ids.clamp(min=0)\n\n    def logprobs(temp"
+    mask = (clamp, f"    attention_mask = (ids >= 0).long()\n{clamp}")
+    attends = ("model(ids)", "model(ids, attention_mask=attention_mask)")
+    assert checked_in(TWO_PROMPTS, *padding, mask, attends) == (0, ["Right."])
+
+
+def test_level_3_sees_wrong_norms(checked_in):
+    """A norm that is wrong in only one pass is seen, and also one beside a choice."""
+    choice = check_port.MISTAKES[ZERO_STEP]
+    norm = "yield float(norm)"
+    in_first_pass = (norm, "yield float(norm) + 0.001 * (update_mask is passes[0])")
+    scaled = (norm, "yield 1.001 * float(norm)")
+    for changes in ([in_first_pass], [*choice, scaled]):
+        code, lines = checked_in(NO_TOKEN, *changes)
         assert code == 1
         assert lines[0].startswith("Wrong. No known mistake explains it.")
-    else:
-        assert code == int(right_lines[0] != "Right.")
-        assert lines == right_lines
 
 
 def test_three_cases_of_level_3_have_prompts_of_two_lengths():
