@@ -302,11 +302,6 @@ def bundled_model():
     return copy.deepcopy(load_bundled_model())
 
 
-def new_optimizer(model, case):
-    rate = case["learning_rate"]
-    return torch.optim.AdamW(model.parameters(), rate, weight_decay=case["weight_decay"])
-
-
 @torch.no_grad()
 def model_errors(model, norms, case):
     """Returns how far an update of the bundled model is from a golden case: tensors, 0 if right.
@@ -348,7 +343,9 @@ def check_model_update(update_model):
 
     def errors_of(update_model, case):
         model = bundled_model()
-        return model_errors(model, update_model(model, new_optimizer(model, case), case), case)
+        rates = {"lr": case["learning_rate"], "weight_decay": case["weight_decay"]}
+        optimizer = torch.optim.AdamW(model.parameters(), **rates)
+        return model_errors(model, update_model(model, optimizer, case), case)
 
     found = []
     right = []
@@ -384,11 +381,11 @@ def main(words=None):
         function = getattr(module, function_name) if function_name else None
     except (ModuleNotFoundError, AttributeError) as problem:
         parser.error(f"{flags.port}: {problem}; give the name of a module here and of its function")
-    if function is None and not any(hasattr(module, name) for name in FUNCTIONS):
+    if function:
+        return check_model_update(function) if flags.model else check_update(function)
+    if not any(hasattr(module, name) for name in FUNCTIONS):
         parser.error(f"{flags.port} has none of {', '.join(FUNCTIONS)}")
-    if function is None:
-        return check_functions(module)
-    return check_model_update(function) if flags.model else check_update(function)
+    return check_functions(module)
 
 
 if __name__ == "__main__":
