@@ -187,7 +187,6 @@ def test_the_picture_of_the_bounds():
     assert float(at_half.min()) == pytest.approx(math.sqrt(1.5) * 0.5)
     assert float(at_half.max()) == pytest.approx(math.sqrt(2) * 0.5)
     assert area.get_paths()[0].contains_points(points.get_offsets(), radius=1e-3).all()
-    lecture.plt.close("all")
 
 
 def test_the_picture_of_the_clip():
@@ -200,7 +199,6 @@ def test_the_picture_of_the_clip():
     assert falls.min() == pytest.approx(0.8, abs=0.01)
     assert falls.max() == pytest.approx(10, abs=0.05)
     assert rises.get_paths()[0].vertices[:, 0].max() == pytest.approx(1.24, abs=0.01)
-    lecture.plt.close("all")
 
 
 def test_the_picture_of_a_response():
@@ -219,7 +217,6 @@ def test_the_picture_of_a_response():
     feet = [bar.get_y() for bar in bars]
     assert feet[0] == feet[1] > feet[2]  # two tokens fit into a line of 5 letters
     assert set(feet) <= set(axis.get_yticks())
-    lecture.plt.close("all")
 
 
 def test_the_picture_of_changes():
@@ -233,7 +230,6 @@ def test_the_picture_of_changes():
     assert [label.get_color() for label in labels] == [
         lecture.COLORS[name] for name in ("low", "high")
     ]
-    lecture.plt.close("all")
 
 
 def test_small_pictures_keep_their_colours():
@@ -254,7 +250,6 @@ def test_small_pictures_keep_their_colours():
         is_this = (exact == color).all(2)
         assert is_this.any()
         assert (small[is_this].int() - color).abs().max() < 30
-    lecture.plt.close("all")
 
 
 # The experiment of section 10 ---------------------------------------------------------------------
