@@ -280,12 +280,12 @@ LEFT_PROMPTS = (
 )
 LEFT_PADDING = LEFT_PROMPTS.replace("prompts", "whole rows")
 LEVEL_3 = {  # a mistake, and the number of a case in which it shows
-    "the logits are shifted by one: log π of a token is read at the token itself": NO_TOKEN,
+    "the loss has the wrong sign": ONE_STEP,
     LEFT_PROMPTS: TWO_PROMPTS,
     LEFT_PADDING: TWO_PROMPTS,
+    "the logits are shifted by one: log π of a token is read at the token itself": NO_TOKEN,
     "mean and standard deviation of the rewards are the batch's, not the group's": TWO_PROMPTS,
     "there is no weight decay": TWO_PROMPTS,
-    "the loss has the wrong sign": ONE_STEP,
 }
 
 
