@@ -16,11 +16,10 @@ import math
 import os
 import random
 import re
-import runpy
 import shutil
 import signal
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -37,11 +36,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.cache_utils import DynamicLayer
 
+ROOT = Path(__file__).resolve().parent
+sys.path.append(str(ROOT / "data" / "ports"))
+
+import check_port
+
 import lopti
 import rewards
 
-ROOT = Path(__file__).resolve().parent
-GOLDEN = json.loads((ROOT / "data" / "ports" / "golden.json").read_text(encoding="utf-8"))
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "data" / "tiny")
 PROMPTS = ["Zoey is a knight or Liam is a knave. So who is a knight?", "Liam is a knave", "Lily"]
 ENDS = [1, *range(40, 80)]  # of models that are to end their responses early
@@ -97,31 +99,17 @@ def other_template():
     return tokenizer
 
 
-def logprobs_of(model, ids, mask, flags=""):
-    """`response_logprobs` with the settings of these flags."""
-    settings = settings_of(flags)
-    size = settings.tokens_per_microbatch
-    return lopti.response_logprobs(model, ids, mask, settings.temperature, size)
-
-
-def random_rollout(model, flags=""):
-    """A Rollout of 12 rows of random lengths, with all that the update needs."""
+def random_rollout(model, temperature=1.0):
+    """12 rows of random lengths, with what the update needs of a Rollout."""
     rng = random.Random(1)
     prompts = [rng.choices(range(5, 308), k=rng.randint(2, 7)) for _ in range(12)]
     responses = [rng.choices(range(5, 308), k=rng.randint(1, 9)) for _ in range(12)]
     ids, mask = lopti.pack(prompts, responses)
-    old_logprobs, entropies = logprobs_of(model, ids, mask, flags)
-    return lopti.Rollout(
-        texts=[""] * 12,
-        rewards=torch.zeros(12),
-        truncated=torch.zeros(12) > 0,
-        ids=ids,
-        mask=mask,
-        old_logprobs=old_logprobs,
-        entropies=entropies,
-        ref_logprobs=old_logprobs - 0.3 * mask,
-        advantages=mask.float(),
-    )
+    rollout = SimpleNamespace(ids=ids, mask=mask, advantages=mask.float())
+    rollout.old_logprobs, _ = lopti.response_logprobs(model, ids, mask, temperature, 2048)
+    rollout.ref_logprobs = rollout.old_logprobs - 0.3 * mask
+    rollout.entropies = torch.zeros_like(rollout.old_logprobs)  # those of the current policy count
+    return rollout
 
 
 def adamw(policy, flags=""):
@@ -133,11 +121,6 @@ def adamw(policy, flags=""):
 
 def weights(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def close(values, expected, limit=1e-9):
-    expected = torch.tensor(expected, dtype=torch.float64)
-    return torch.allclose(values.double(), expected, atol=limit, rtol=0)
 
 
 def joined(rows):
@@ -295,8 +278,8 @@ def test_training_step_against_a_plain_second_implementation(flags, monkeypatch)
         rows = plain_rows(rollout.ids, mask)
         assert rollout.rewards.tolist() == [plain_reward(row) for row in rows]
         logprobs, entropies = zip(*[plain_logprobs(plain, row, settings) for row in rows])
-        assert close(rollout.old_logprobs[mask], torch.cat(logprobs).tolist(), 1e-3)
-        assert close(rollout.entropies[mask], torch.cat(entropies).tolist(), 1e-3)
+        assert (rollout.old_logprobs[mask] - torch.cat(logprobs)).abs().max() < 1e-3
+        assert (rollout.entropies[mask] - torch.cat(entropies)).abs().max() < 1e-3
         assert not rollout.old_logprobs[~mask].any()
         assert not rollout.entropies[~mask].any()
         steps = plain_steps(plain, reference, plain_optimizer, rows, passes, settings)
@@ -335,7 +318,7 @@ def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, t
     scored = lopti.pack([TOKENIZER("Lily said").input_ids] * len(every_token), every_token)
     with lopti.safe_vocabulary([model, None], min_p, temperature):
         ids, *_ = sample(model, tokenizer, ["Lily said"] * 4000, temperature, limit=1)
-        logprobs, _ = logprobs_of(model, *scored, f"--temperature {temperature}")
+        logprobs, _ = lopti.response_logprobs(model, *scored, temperature, 2048)
     pi = logprobs[:, -1].exp()
     assert pi.sum().item() == pytest.approx(1, abs=1e-4)
     counts = torch.bincount(ids[:, -1], minlength=len(TOKENIZER))
@@ -357,9 +340,8 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     """Every response is the one that `model.generate` gives to its prompt alone.
 
     Left padding, stretches of 32 tokens and rows that have ended change no token, nor does a
-    padding token that was itself sampled. The tokenizer's own first token is not added: a prompt
-    has it already. A batch reads each prompt once, all of it but its last token. So the third
-    batch, which has prompts of one token, reads nothing before it samples.
+    padding token that was itself sampled, nor the tokenizer's own first token. A batch reads each
+    prompt once, all of it but its last token: the third batch, of one token each, reads nothing.
     """
     model = random_model(family, ends, **changes)
     options = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
@@ -378,41 +360,30 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     sampled, mask, _, truncated = sample(model, tokenizer, prompts, size=5)
     assert [len(call.args[1]) for call in calls] == [5, 5, 2]
     assert calls[1].args[4] == "sampling responses 6 to 10 of 12"  # is shown while it samples
-    read = [call.args[0].shape for call in inner_calls if "generation_config" not in call.kwargs]
+    read = [call.args[0].shape for call in inner_calls if "do_sample" not in call.kwargs]
     assert read == [(2, 15), (2, 3)]
+    layers = inner_calls[-1].kwargs[lopti.CACHE].layers  # those with a window keep no more
+    assert [layer.is_sliding for layer in layers] == [family == "Gemma2", False]
     for i, row in enumerate(plain_rows(sampled, mask)):
         assert row.prompt.tolist() == TOKENIZER(PROMPTS[i // 4]).input_ids
         assert [*row.prompt, *row.response] == alone[i // 4]
         assert truncated[i] == (alone[i // 4][-1] not in ends)
 
 
-def test_layers_with_a_sliding_window_keep_no_more_than_the_window(monkeypatch):
-    """Only layers that keep all tokens get room for more; the others stay those of HF."""
-    model = random_model("Gemma2", **WINDOW)
-    calls = watch(monkeypatch, model, "generate").call_args_list
-    sample(model)
-    sliding, full = calls[-1].kwargs[lopti.CACHE].layers
-    assert sliding.keys.shape[2] == 7
-    assert type(full) is lopti.PreallocatedLayer
-
-
 def test_a_preallocated_layer_holds_what_that_of_hf_holds_and_seldom_copies_it():
     """Its keys and values are those of HF's layer, but it copies them once in 32 tokens."""
     layer = lopti.PreallocatedLayer()
     plain = DynamicLayer()
-    copies = 0
-    for step, count in enumerate([5, *[1] * 70, 3, 70, 1]):
+    copied = []  # at how many tokens
+    for count in [5, *[1] * 70, 3, 70, 1]:
         keys = torch.randn(4, 2, count, 3)  # (rows, heads, new tokens, size)
         values = torch.randn(4, 2, count, 6)
         before = layer.keys
         for ours, expected in zip(layer.update(keys, values), plain.update(keys, values)):
             assert torch.equal(ours, expected)
-        assert layer.get_seq_length() == plain.get_seq_length()
-        copies += layer.keys is not before
-        if step in (0, 40):
-            for each in (layer, plain):
-                each.reorder_cache(torch.tensor([2, 2, 0, 3]))
-    assert copies == 5  # for the first, 6th, 39th, 72nd and 79th token
+        if layer.keys is not before:
+            copied.append(layer.get_seq_length())
+    assert copied == [5, 6, 39, 72, 148]
 
 
 def test_which_tokens_end_a_response():
@@ -435,11 +406,10 @@ def test_which_tokens_end_a_response():
 
 
 def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monkeypatch):
-    """A response stops at the first end token, of whichever kind, and keeps it in its ids.
+    """A response stops at the first end token, of whichever kind, and then leaves the batch.
 
-    This also holds for a trained model that is loaded from final/. A response that has ended leaves
-    the batch. Its text is what was sampled, without the end token and without the tokenizer's
-    clean-up of spaces. A response whose last token at the limit is an end token is not cut off.
+    The end token is in its ids, but not in its text, and the tokenizer cleans up no spaces. This
+    also holds for a trained model that is loaded from final/.
     """
     tokenizer = other_template()
     tokenizer.clean_up_tokenization_spaces = True
@@ -462,7 +432,7 @@ def test_every_end_token_ends_a_response_and_belongs_to_it(flags, tmp_path, monk
         assert text == tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert last == {1, 3, 4}
     assert text != tokenizer.decode(ids)
-    *_, truncated = sample(random_model(ends=range(len(TOKENIZER))), limit=1)
+    *_, truncated = sample(random_model(ends=range(len(TOKENIZER))), limit=1)  # ends at the limit
     assert not truncated.any()
 
 
@@ -491,7 +461,7 @@ def test_bfloat16_is_for_forward_passes():
     assert torch.equal(divided, logits / 0.7)
     computed.clear()
     policy.in_bfloat16 = False
-    logprobs_of(policy, rollout.ids, rollout.mask)
+    lopti.response_logprobs(policy, rollout.ids, rollout.mask, 1.0, 2048)
     assert computed == {torch.float32}
 
 
@@ -516,45 +486,20 @@ def test_equal_rewards_get_exactly_zero_and_nearly_equal_ones_do_not(reward):
     assert not lopti.is_solved(0.99999, settings)
 
 
-def tensors(case, *names):
-    return [torch.tensor(case[name], dtype=torch.float64) for name in names]
-
-
-@pytest.mark.parametrize("case", GOLDEN["cases"])
-def test_golden_cases(case):
-    """Advantages, split, loss and gradient of every kind of pass equal golden.json to 1e-9."""
-    old, new, ref = tensors(case, "old_logprobs", "new_logprobs", "ref_logprobs")
-    mask = torch.arange(old.shape[1]) < torch.tensor(case["lengths"])[:, None]
-    advantages = lopti.group_advantages(*tensors(case, "rewards"), case["group_size"])
-    assert close(advantages, case["advantages"])
-    advantages = lopti.reweight_advantages(advantages[:, None] * mask, old, case["alpha"])
-    assert close(advantages, case["reweighted_advantages"])
-    low, high = lopti.split_tokens(old, mask, case["eta"])
-    assert torch.equal(low, torch.tensor(case["low"]) & mask)
-    clips = [case[f"clip_{name}"] for name in CLIPS]
-    for name, tokens in (("all", mask), ("low", low), ("high", high)):
-        expected = case["passes"][name]
-        logprobs = new.clone().requires_grad_()
-        arguments = (logprobs[tokens], old[tokens], advantages[tokens])
-        losses = lopti.policy_loss(*arguments, *clips)
-        kl = lopti.kl_estimate(logprobs[tokens], ref[tokens]) * (case["kl_coef"] > 0)
-        loss = (losses + case["kl_coef"] * kl).sum() / mask.sum()
-        loss.backward()
-        assert loss.item() == pytest.approx(expected["loss"], abs=1e-9)
-        assert close(logprobs.grad, expected["gradient"])
-        statistics = lopti.token_statistics(losses, kl, *arguments, *clips)
-        assert tuple(statistics) == STATISTICS[:5]
-        found = [float(values.detach().sum() / mask.sum()) for values in statistics.values()]
-        names = ["policy_loss", "kl", *(f"clip_{clip}_share" for clip in CLIPS)]
-        assert found == pytest.approx([expected[name] for name in names], abs=1e-7)
+@pytest.mark.parametrize("name", check_port.FUNCTIONS)
+@pytest.mark.parametrize("case", check_port.GOLDEN["cases"])
+def test_golden_cases(name, case):
+    """The functions of Eqs. 1 and 4, and the gradients of the loss, equal golden.json to 1e-9."""
+    found, right = check_port.outputs(name, getattr(lopti, name), case)
+    assert check_port.first_wrong(found, right, 1e-9) == math.inf
 
 
 def updated(flags="", model=None):
     """Makes one pass over a fixed rollout. Returns the model, and what `update` returns."""
     model = model or random_model()
-    rollout = random_rollout(model, flags)
-    optimizer = adamw(model, flags)
-    return model, lopti.update(model, optimizer, rollout, rollout.mask, settings_of(flags))
+    settings = settings_of(flags)
+    rollout = random_rollout(model, settings.temperature)
+    return model, lopti.update(model, adamw(model), rollout, rollout.mask, settings)
 
 
 @pytest.mark.parametrize("factor, steps", [(0, 2), (1e-9, 3), (math.nan, 2), (1e30, 2)])
@@ -576,91 +521,61 @@ def test_which_gradients_make_a_step(factor, steps):
     assert all(1e-3 < result["grad_norm"] < math.inf for result in others)
 
 
-def test_a_row_without_a_token_of_the_pass_is_not_read(monkeypatch):
-    """A pass reads only rows that it trains on; a mini-batch without any makes no step."""
+def test_the_memory_of_an_update():
+    """An update reads one micro-batch at a time, and of it only rows with a token of the pass.
+
+    With --tokens-per-microbatch 1 each row is a micro-batch: it is read without a cache, gives
+    logits for its response only, and its backward pass comes before the next row. A mini-batch
+    without such a row makes no step.
+    """
     model = random_model()
     rollout = random_rollout(model)
-    mask = rollout.mask.clone()
-    mask[[0, 1, 2, 3, 5, 6]] = False  # of the first of three mini-batches all
-    calls = watch(monkeypatch, lopti, "token_logits").call_args_list
+    update_mask = rollout.mask.clone()
+    update_mask[[0, 1, 2, 3, 5, 6]] = False  # of the first of three mini-batches all
+    seen = []
+
+    def look(module, inputs, output):
+        assert output.get(lopti.CACHE) is None
+        seen.append((inputs[0].shape[1], output.logits.shape[-2]))
+
+    model.register_forward_hook(look)
+    model.lm_head.weight.register_hook(lambda _: seen.append("backward"))
     settings = settings_of("--mini-batch-size 4 --tokens-per-microbatch 1")
-    first, *others = lopti.update(model, adamw(model), rollout, mask, settings)
-    assert len(calls) == 6
+    first, *others = lopti.update(model, adamw(model), rollout, update_mask, settings)
+    read = seen[::2]  # rows 4 and 7, then 8 to 11
+    assert seen == joined((row, "backward") for row in read)
+    assert read == [(5, 3), (11, 5), (8, 3), (9, 4), (10, 5), (13, 9)]  # tokens, logits
     assert set(first.values()) == {0.0}
     assert first.keys() == others[0].keys()
     assert [result["optimizer_steps"] for result in others] == [1, 1]
 
 
-def test_the_memory_of_an_update():
-    """An update holds the activations of one micro-batch at a time, and M logits of it.
-
-    With --tokens-per-microbatch 1 each row is a micro-batch: it is read without a cache, gives
-    logits for its response only, and its backward pass comes before the next row.
-    """
-    model = random_model()
-    seen = []
-
-    def look(module, inputs, output):
-        assert output.get(lopti.CACHE) is None
-        seen.append((inputs[0].numel(), output.logits.numel() // len(TOKENIZER)))
-
-    model.register_forward_hook(look)
-    model.lm_head.weight.register_hook(lambda _: seen.append("backward"))
-    updated("--tokens-per-microbatch 1", model=model)
-    rows = seen[:12]  # of response_logprobs
-    assert sum(length - count for length, count in rows) == 55  # tokens of prompts
-    assert seen[12:] == joined((row, "backward") for row in rows)
-
-
 # 8. Later methods ---------------------------------------------------------------------------------
 
-KEPT = {  # of seven tokens with Â = 1, and of one with Â = -1
-    "--stapo": "0001111 1",  # of five below τ_p = 0.002 the 75 % quantile and the one above it
-    "--top-entropy 0.35": "0011100 0",  # round(2.8) of all tokens, whatever STAPO leaves out
-    "--stapo --top-entropy 0.5": "0001100 0",
-    "--top-entropy 0.06": "0000000 0",  # round(0.48) of a token
-}
 
-
-@pytest.mark.parametrize("flags", KEPT)
-def test_which_tokens_the_later_methods_keep(flags, monkeypatch):
+def test_which_tokens_the_later_methods_keep():
     """STAPO and 80/20 keep the tokens that a hand picks by their rules, and never padding.
 
-    They use the current policy, not the one that sampled, and the rows of one mini-batch.
+    The first row has Â = 1, and five tokens below τ_p = 0.002, whose 75 % quantile of H is 4.
     """
-    mask = torch.tensor([[True] * 7, [True] * 7, [True] + [False] * 6])
+    mask = torch.tensor([[True] * 7, [True] + [False] * 6])
     pi = torch.tensor([[0.0019] * 5 + [0.0021] * 2, [0.0019] + [1.0] * 6])
     entropies = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 0.5, 0.5], [0.1] + [9.0] * 6])
-    rollout = lopti.Rollout(
-        texts=[],
-        rewards=None,
-        truncated=None,
-        ids=torch.arange(21).view(3, 7),
-        mask=mask,
-        old_logprobs=torch.zeros(3, 7),  # π is 1
-        entropies=torch.full((3, 7), 9.0),
-        ref_logprobs=None,
-        advantages=torch.tensor([[1.0] * 7, [1.0] * 7, [-1.0] * 7]),
-    )
-    current = Mock(return_value=(pi.log(), entropies))
-    monkeypatch.setattr(lopti, "response_logprobs", current)
-    settings = settings_of(flags)
-    rows = torch.tensor([1, 2])
-    kept = lopti.tokens_to_keep("p", rollout, rows, 0.7, 99, settings.stapo, settings.top_entropy)
-    assert kept[0].all()  # another mini-batch
-    assert not (kept & ~mask).any()
-    text = "".join(str(int(value)) for value in kept[1:][mask[1:]])
-    assert f"{text[:7]} {text[7:]}" == KEPT[flags]
-    model, ids, of_rows, *others = current.call_args.args
-    assert (model, others) == ("p", [0.7, 99])
-    assert torch.equal(ids, rollout.ids[1:])
-    assert torch.equal(of_rows, mask[1:])
+    kept = [lopti.stapo_mask(pi.log(), entropies, torch.tensor([[1.0], [-1.0]]), mask)]
+    kept += [lopti.entropy_mask(entropies, mask, share) for share in (0.35, 0.06)]
+    assert not any((each & ~mask).any() for each in kept)
+    assert [each[mask].int().tolist() for each in kept] == [
+        [0, 0, 0, 1, 1, 1, 1, 1],
+        [0, 0, 1, 1, 1, 0, 0, 0],  # round(2.8) tokens
+        [0, 0, 0, 0, 0, 0, 0, 0],  # round(0.48) tokens
+    ]
 
 
 SHARES = [  # at T_s = 0.7, 43 of the 67 tokens have π < τ_p, of which STAPO leaves out 32
-    ("--top-entropy 0.5", 0.5, -1),
+    ("--top-entropy 0.5 --mini-batch-size 4", 0.5, -1),
     ("--top-entropy 0.001", 0, 0),
     ("--stapo --temperature 0.7", 35 / 67, -1),
+    ("--stapo --temperature 0.7 --top-entropy 0.5", 24 / 67, -1),
 ]
 
 
@@ -668,11 +583,12 @@ SHARES = [  # at T_s = 0.7, 43 of the 67 tokens have π < τ_p, of which STAPO l
 def test_later_methods_divide_by_what_they_keep(flags, share, loss):
     """80/20 and STAPO divide the loss by the number of tokens that they keep, or by 1 if by none.
 
-    With Â = 1 the loss is -N/N, or 0.
+    With Â = 1 the loss is -N/N, or 0. Both use the current policy and the rows of a mini-batch.
     """
-    _, (result,) = updated(f"--kl-coef 0 {flags}")
-    assert result["policy_loss"] == pytest.approx(loss)
-    assert result["updated_share"] == pytest.approx(share, abs=0.02)
+    _, results = updated(f"--kl-coef 0 {flags}")
+    for result in results:
+        assert result["policy_loss"] == pytest.approx(loss, abs=1e-3)
+        assert result["updated_share"] == pytest.approx(share, abs=0.03)
 
 
 # 9. Settings, and the training loop ---------------------------------------------------------------
@@ -702,23 +618,32 @@ def test_every_default():
         assert lopti.Settings(eta=0.5, order=order).order == order
 
 
-def test_defaults_that_depend_on_other_settings():
+def test_defaults_that_depend_on_other_settings(capsys):
     """The lowest reward of a right response goes by the task, the learning rate by the model.
 
-    They are worked out when they are used. 0 is a value like any other. A reward of one's own has
-    no default.
+    A reward of one's own has no default. A run prints its learning rate, and which other defaults
+    may not suit a model of one's own.
     """
-    kk = settings_of()
-    assert (kk.resolved().solved_reward, kk.resolved().learning_rate) == (3, 1e-4)
-    own = replace(kk, task="math", model="mine").resolved()
-    assert (own.solved_reward, own.learning_rate) == (1, 1e-6)
-    given = settings_of("--model mine --learning-rate 1e-3 --solved-reward 0").resolved()
-    assert (given.solved_reward, given.learning_rate) == (0, 1e-3)
-    for settings, rate in ((kk, 1e-4), (given, 1e-3)):
-        optimizer = lopti.new_optimizer(random_model(), settings)
-        assert optimizer.param_groups[0]["lr"] == rate
+    assert settings_of().resolved().solved_reward == 3
+    assert settings_of("--task math").resolved().solved_reward == 1
+    assert settings_of("--solved-reward 0").resolved().solved_reward == 0
     with pytest.raises(lopti.UserError, match="--reward needs --solved-reward"):
         settings_of("--reward rewards:math_reward")
+    bundled = "The learning rate is 0.0001, the default for the bundled model."
+    others = "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
+    given = "The learning rate is 1e-05."
+    limit = "--max-new-tokens 256 is made for the bundled model: choose your own."
+    steps = "--steps 24 is made for the bundled model: choose your own."
+    for words, rate, *lines in (
+        ("", 1e-4, bundled),
+        ("--model mine --steps 9", 1e-6, others, limit),
+        ("--model mine --learning-rate 1e-5 --max-new-tokens 99", 1e-5, given, steps),
+    ):
+        settings = settings_of(words)
+        assert lopti.new_optimizer(random_model(), settings).param_groups[0]["lr"] == rate
+        lopti.print_start(Path("run"), 7, SimpleNamespace(device="cpu"), settings)
+        start = f"7 of {settings.steps} steps are done, on cpu. The run is in run."
+        assert capsys.readouterr().out.splitlines() == [start, *lines]
 
 
 @pytest.fixture(scope="module")
@@ -757,29 +682,13 @@ def assert_same_run(folder, other):
         assert (folder / name).read_bytes() == (other / name).read_bytes(), name
 
 
-def test_what_a_run_leaves_behind(finished_run, flags):
-    """A run leaves its settings, metrics, samples, evaluations, a checkpoint and its weights.
-
-    It evaluates before the first step, every two steps, and after the last one.
-    """
-    lines = ["evaluations.jsonl", "metrics.jsonl", "samples.jsonl"]
-    names = sorted(path.name for path in finished_run.iterdir())
-    assert names == ["checkpoint.pt", "config.json", *lines[:1], "final", *lines[1:]]
-    steps = [[line["step"] for line in lopti.read_lines(finished_run / name)] for name in lines]
-    assert steps == [[0, 2, 4, 5], [1, 2, 3, 4, 5], [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]]
-    first, second, *_ = lopti.read_lines(finished_run / "samples.jsonl")
-    assert first["prompt"] != second["prompt"]
-    for name in ("grad_norm/low", "grad_norm/high", "seconds"):
-        assert any(line[name] > 0 for line in lopti.read_lines(finished_run / "metrics.jsonl"))
-    config = json.loads((finished_run / "config.json").read_text())
-    assert config == asdict(settings_of(f"{flags} --output {finished_run}"))
-
-
-def test_train_is_training_step_in_a_loop(finished_run, flags):
+def test_a_run_is_training_step_in_a_loop(finished_run, flags):
     """A run is what a reader would write with `training_step`: a model, AdamW, and a loop.
 
-    The samples on file are the first responses to the first two prompts of each step. Evaluations
-    do not change the random state, and --min-p does not change them.
+    It leaves its settings, metrics, samples, evaluations, a checkpoint and its weights. Samples are
+    the first responses to the first two prompts of each step. It evaluates before the first step,
+    every two steps, and after the last one. Evaluations do not change the random state, and --min-p
+    does not change them.
     """
     settings = settings_of(flags)
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
@@ -796,12 +705,22 @@ def test_train_is_training_step_in_a_loop(finished_run, flags):
         for prompt, row in ((batch[0].prompt, 0), (batch[1].prompt, 3)):
             line = {"step": step, "prompt": prompt, "response": rollout.texts[row]}
             samples.append(line | {"reward": rollout.rewards[row].item()})
+    names = ["checkpoint.pt", "config.json", "evaluations.jsonl", "final", "metrics.jsonl"]
+    assert sorted(path.name for path in finished_run.iterdir()) == [*names, "samples.jsonl"]
+    config = json.loads((finished_run / "config.json").read_text())
+    assert config == asdict(settings_of(f"{flags} --output {finished_run}"))
     assert lopti.read_lines(finished_run / "samples.jsonl") == samples
+    metrics = lopti.read_lines(finished_run / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5]
+    for name in ("grad_norm/low", "grad_norm/high", "seconds"):
+        assert any(line[name] > 0 for line in metrics)
     trained, _ = lopti.load_model(finished_run / "final", "cpu")
     assert torch.equal(weights(trained), weights(policy))
     table, greedy = lopti.evaluate(trained, tokenizer, held_out, settings)
     last = {"step": 5, "table": table, "greedy": greedy}
-    assert lopti.read_lines(finished_run / "evaluations.jsonl")[-1] == json.loads(json.dumps(last))
+    evaluations = lopti.read_lines(finished_run / "evaluations.jsonl")
+    assert evaluations[-1] == json.loads(json.dumps(last))
+    assert [line["step"] for line in evaluations] == [0, 2, 4, 5]
 
 
 def test_settings_of_zero(flags, tmp_path, monkeypatch):
@@ -822,9 +741,12 @@ def test_settings_of_zero(flags, tmp_path, monkeypatch):
     steps = watch(monkeypatch, lopti, "training_step").call_args_list
     seeds = watch(monkeypatch, torch, "manual_seed").call_args_list
     checkpointed = watch(monkeypatch, lopti, "checkpoint_layers")
-    zeros = "--kl-coef 0 --eval-every 0 --save-every 0 --gradient-checkpointing"
-    assert exit_code(f"{flags} {zeros} --seed 5 --steps 2 --output run") == 0
-    assert [call.args[1] for call in steps] == [None, None]
+    zeros = "--kl-coef 0 --eval-every 0 --save-every 0 --mini-batch-size 0"
+    others = "--gradient-checkpointing --seed 5 --steps 1 --output run"
+    assert exit_code(f"{flags} {zeros} {others}") == 0
+    (line,) = lopti.read_lines(Path("run/metrics.jsonl"))
+    assert line["optimizer_steps"] == 2  # one of each pass
+    assert [call.args[1] for call in steps] == [None]
     assert [call.args[0] for call in seeds] == [5, 6, 6]
     assert checkpointed.called
     assert not Path("run/checkpoint.pt").exists()
@@ -841,26 +763,22 @@ def test_the_accuracy_table_by_hand(monkeypatch):
     """
     levels = ["10", "10", "10", "2", "2"]
     examples = [example_of("?", solution, level) for solution, level in zip("77877", levels)]
-    calls = []
-
-    def fake_sample(model, tokenizer, prompts, temperature, limit, size, title):
-        calls.append((torch.initial_seed(), len(prompts), temperature, limit, size, title))
-        texts = [r"\boxed{7}", "no"] * 8 + ["no"] * 4 if temperature else [r"\boxed{7}"] * 5
-        # cut off: of the first prompt three samples, of the last one the greedy response
-        truncated = torch.arange(len(texts)) < 3 if temperature else torch.arange(5) > 3
-        return None, None, texts, truncated
-
-    monkeypatch.setattr(lopti, "sample", fake_sample)
+    # cut off: of the first prompt three samples, of the last one the greedy response
+    greedily = (None, None, [r"\boxed{7}"] * 5, torch.arange(5) > 3)
+    sampled = (None, None, [r"\boxed{7}", "no"] * 8 + ["no"] * 4, torch.arange(20) < 3)
+    sample = Mock(side_effect=[greedily, sampled])
+    monkeypatch.setattr(lopti, "sample", sample)
     policy = SimpleNamespace(device=torch.device("cpu"))
     of_training = torch.get_rng_state()
     settings = settings_of(
-        "--task math --seed 7 --temperature 0.7 --max-new-tokens 99 --sample-batch-size 9"
+        "--task math --temperature 0.7 --max-new-tokens 99 --sample-batch-size 9"
     )
     table, greedy = lopti.evaluate(policy, TOKENIZER, examples, settings)
-    given = (99, 9, "evaluation:")
-    assert calls == [(8, 5, 0, *given), (8, 20, 1, *given)]  # T = 1, whatever --temperature
+    calls = [(len(call.args[2]), *call.args[3:]) for call in sample.call_args_list]
+    assert calls == [(5, 0, 99, 9, "evaluation:"), (20, 1, 99, 9, "evaluation:")]
     assert torch.equal(torch.get_rng_state(), of_training)
-    assert greedy == [{"response": r"\boxed{7}", "reward": float(i != 2)} for i in range(5)]
+    response = {"prompt": "?", "response": r"\boxed{7}"}
+    assert greedy == [response | {"reward": float(i != 2)} for i in range(5)]
     assert list(table["greedy"]) == ["10", "2", "all"]
     means = {name: [interval[0] for interval in row.values()] for name, row in table.items()}
     assert means == {
@@ -900,12 +818,11 @@ def test_micro_batches_count_padding():
     """
     ends = torch.tensor([[7], [9], [2], [5], [30], [2], [4]])
     mask = torch.arange(30) == ends - 1  # a response of one token at the end of each row
-    rows = torch.arange(1, 7)
-    batches = [[[2, 5, 6], 4], [[3], 5], [[1], 9], [[4], 30]]
-    assert lopti.micro_batches(mask, rows, 12) == batches
-    batches = [[[2, 5], 2], [[6], 4], [[3], 5], [[1], 9], [[4], 30]]
-    assert lopti.micro_batches(mask, rows, 9) == batches
-    assert lopti.micro_batches(mask, rows[:0], 9) == []
+    for size, batches in (
+        (12, [[[2, 5, 6], 4], [[3], 5], [[1], 9], [[4], 30]]),
+        (9, [[[2, 5], 2], [[6], 4], [[3], 5], [[1], 9], [[4], 30]]),
+    ):
+        assert lopti.micro_batches(mask, torch.arange(1, 7), size) == batches
 
 
 def test_step_metrics_by_hand():
@@ -917,8 +834,7 @@ def test_step_metrics_by_hand():
     """
     ids, mask = lopti.pack([[5]] * 4, [[6, 7], [8], [9, 9, 9], [6, 6]])
     pi = torch.tensor([0.5, 0.3, 0.4, 0.9, 0.1, 0.8, 0.6, 0.2])
-    rollout = lopti.Rollout(
-        texts=[],
+    rollout = SimpleNamespace(
         rewards=torch.tensor([3.0, -1.0, 3.0, 3.0 + 1e-9], dtype=torch.float64),
         truncated=torch.tensor([False, False, True, False]),
         ids=ids,
@@ -926,7 +842,6 @@ def test_step_metrics_by_hand():
         old_logprobs=lopti.scatter(pi.log(), mask),
         entropies=lopti.scatter(torch.arange(8.0), mask),
         ref_logprobs=lopti.scatter((pi / torch.tensor([2] * 4 + [1] * 4)).log(), mask),
-        advantages=mask.float(),
     )
     updates = []
     for name, value in (("low", 1.0), ("high", 10.0), ("low", 3.0), ("high", 30.0)):
@@ -956,22 +871,22 @@ def test_step_metrics_by_hand():
     assert expected.keys() <= set(re.findall("`([a-z_/]+)`", " ".join(columns)))
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "reinforce++"])
-def test_steps_that_have_nothing_to_learn_are_reported(advantage, flags, tmp_path, capsys):
-    """A user is told of a step with equal rewards, in one line.
+LOGGED = [  # one of 24 steps, its share of cut-off responses, Â, optimizer steps; what it says
+    (24, 0.5, 1, 1, "step 24: reward 2.00, accuracy 0.75"),
+    (1, 0.5, 1, 1, ""),  # of 24 steps every second one is printed
+    (1, 0.625, 1, 1, "step 1: 62% of the responses were cut off at 256 tokens"),
+    (1, 0.5, 0, 0, "step 1: no group has unequal rewards, so the rewards teach nothing"),
+    (1, 0.5, 1, 0, "step 1: no optimizer step was made: each gradient is 0 or not finite"),
+]
 
-    Here no response is a puzzle's answer, and all rewards are -3.
-    """
-    flags += (
-        f"--reward= --mini-batch-size 0 --steps 2 --output {tmp_path}/run --advantage {advantage} "
-        "--kl-coef 0 --save-every 0"
-    )
-    assert exit_code(flags) == 0
-    text = capsys.readouterr().out
-    assert text.count("the rewards teach nothing") == 2
-    assert "no optimizer step was made" not in text
-    assert "step 1: reward -3.00, accuracy 0.00\n" in text
-    assert "--resume" not in text  # there is no checkpoint to resume from
+
+@pytest.mark.parametrize("step, share, advantage, optimizer_steps, sentence", LOGGED)
+def test_what_a_step_says(step, share, advantage, optimizer_steps, sentence, tmp_path, capsys):
+    metrics = {"step": step, "reward": 2, "accuracy": 0.75, "optimizer_steps": optimizer_steps}
+    metrics["completions/clipped_ratio"] = share
+    rollout = SimpleNamespace(advantages=torch.tensor([0, advantage]))
+    lopti.log_step(tmp_path, metrics, [], rollout, settings_of())
+    assert capsys.readouterr().out == sentence + "\n" * bool(sentence)
 
 
 KILLS = [  # before which call of which function, and the step of the last checkpoint
@@ -1011,63 +926,40 @@ def test_killed_and_resumed_to_the_last_bit(
 def test_more_steps_later_are_the_same_run(finished_run, flags, tmp_path, capsys):
     """A finished run that is resumed with more steps equals a run that had them from the start.
 
-    config.json has the new number of steps. How to resume is printed with the first checkpoint.
+    It keeps its own α, η and all others. How to resume is printed with the first checkpoint.
     """
     folder = tmp_path / "longer"
     assert exit_code(f"{flags} --output {folder} --steps 2") == 0
     assert capsys.readouterr().out.count(f"--resume {folder} continues") == 1
-    assert exit_code(f"--resume {folder} --steps 5") == 0
+    assert lopti.resume(folder, steps=5) == folder
     assert "--resume" not in capsys.readouterr().out
-    assert_same_run(folder, finished_run)
-    assert json.loads((folder / "config.json").read_text())["steps"] == 5
+    config = json.loads((folder / "config.json").read_text())
+    assert config == asdict(settings_of(f"{flags} --output {folder}"))
     assert exit_code(f"--resume {folder}") == 0  # nothing is left to do
     assert_same_run(folder, finished_run)
 
 
-def test_a_run_is_resumed_with_its_own_settings_whoever_asks(finished_run, flags, tmp_path):
-    """From Python as from the command line, α, η and all others are those of the run."""
-    folder = tmp_path / "run"
-    lopti.train(settings_of(f"{flags} --output {folder} --steps 2"))
-    assert lopti.resume(folder, steps=5) == folder
-    assert_same_run(folder, finished_run)
-    before = json.loads((finished_run / "config.json").read_text())
-    after = json.loads((folder / "config.json").read_text())
-    assert after == before | {"output": str(folder)}
-    assert (after["alpha"], after["eta"]) == (0.3, 0.5)
-    (folder / "config.json").write_text('{"gamma": 1}')
-    with pytest.raises(lopti.UserError, match="config.json is not that of this program: .*gamma"):
-        lopti.resume(folder)
-
-
-@pytest.mark.parametrize(
-    "call, how",
-    [
-        (1, "Stopped after 0 training steps; there is no checkpoint to go on from."),
-        (3, "Stopped after 2 training steps; there is no checkpoint to go on from."),
-        (5, "python lopti.py --resume {} goes on from the checkpoint of step 3."),
-    ],
-)
-def test_ctrl_c_says_what_was_done_and_how_to_go_on(
-    call, how, flags, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("done", [2, 4])
+def test_ctrl_c_says_what_was_done_and_how_to_go_on(done, flags, tmp_path, monkeypatch, capsys):
+    """Here a run that was stopped after 2 or 4 steps; the first checkpoint is that of step 3."""
     step = lopti.training_step
-    calls = itertools.count(1)
+    calls = itertools.count()
 
     def stopped_step(*inputs):
-        if next(calls) >= call:
+        if next(calls) >= done:
             raise KeyboardInterrupt
         return step(*inputs)
 
     monkeypatch.setattr(lopti, "training_step", stopped_step)
     folder = tmp_path / "run"
     assert exit_code(f"{flags} --eval-every 0 --output {folder}") == 130
-    sentence = capsys.readouterr().out.splitlines()[-1]
-    assert sentence.startswith(f"Stopped after {call - 1} training steps; ")
-    assert sentence.endswith(how.format(folder))
-    if call == 5:  # and once more
+    how = "there is no checkpoint to go on from"
+    if done == 4:
+        how = f"python lopti.py --resume {folder} goes on from the checkpoint of step 3"
+    assert capsys.readouterr().out.endswith(f"\nStopped after {done} training steps; {how}.\n")
+    if done == 4:
         assert exit_code(f"--resume {folder}") == 130
-        sentence = capsys.readouterr().out.splitlines()[-1]
-        assert sentence == f"Stopped after 3 training steps; {how.format(folder)}"
+        assert capsys.readouterr().out.endswith(f"\nStopped after 3 training steps; {how}.\n")
 
 
 def test_a_run_that_does_not_begin_leaves_no_folder(flags, tmp_path, monkeypatch):
@@ -1085,10 +977,9 @@ def test_a_run_that_does_not_begin_leaves_no_folder(flags, tmp_path, monkeypatch
 
 
 def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
-    """A checkpoint has a GPU's random state, and it stays until the next one is complete.
+    """A checkpoint has a GPU's random state (here a pretended one's), which a CPU leaves out.
 
-    The GPU is pretended. A run that goes on without one leaves that state out. A checkpoint is read
-    into memory, not into a second place beside the weights.
+    It stays until the next one is complete, and is read into memory, not onto the GPU.
     """
     model = random_model()
     optimizer = adamw(model)
@@ -1140,26 +1031,6 @@ def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
         lopti.load_model("", "cpu")
 
 
-@pytest.mark.parametrize("lost", ["lm_head.weight", "mlp.up_proj", ""])
-def test_a_model_without_all_its_weights_is_refused(lost, tmp_path):
-    """Weights that a folder lacks would be random: the output layer, a layer's part, or all.
-
-    All are lost where every key has another prefix, as some programs write them.
-    """
-    model = random_model()
-    weights = {}
-    for name, values in model.state_dict().items():
-        if not lost:
-            weights["wrapped." + name] = values
-        elif lost not in name:
-            weights[name] = values
-    save_both(model, TOKENIZER, tmp_path)
-    lopti.load_model(tmp_path, "cpu")
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(lopti.UserError, match=rf"lacks \d+ of the model's weights: .*{lost}"):
-        lopti.load_model(tmp_path, "cpu")
-
-
 def test_a_prompt_that_the_model_cannot_read_is_refused():
     """An id needs an embedding, and prompt and response must fit into the model's positions."""
     model = random_model(max_position_embeddings=40)
@@ -1179,46 +1050,6 @@ def test_a_prompt_that_the_model_cannot_read_is_refused():
         lopti.check_lengths(model, tokenizer, examples, 36)
 
 
-def test_a_run_says_what_is_made_for_the_bundled_model(capsys):
-    """With a model of one's own it names the learning rate, and defaults that may not suit it."""
-    policy = SimpleNamespace(device="cpu")
-
-    def printed(words):
-        lopti.print_start(Path("run"), 7, policy, settings_of(words))
-        start, *lines = capsys.readouterr().out.splitlines()
-        steps = settings_of(words).steps
-        assert start == f"7 of {steps} steps are done, on cpu. The run is in run."
-        return lines
-
-    assert printed("") == ["The learning rate is 0.0001, the default for the bundled model."]
-    rate, *others = printed("--model mine --steps 9")
-    assert rate == "The learning rate is 1e-06, the paper's; 1e-4 is for the bundled model only."
-    assert others == ["--max-new-tokens 256 is made for the bundled model: choose your own."]
-    rate, *others = printed("--model mine --learning-rate 1e-5 --max-new-tokens 99")
-    assert rate == "The learning rate is 1e-05, as given, or as in config.json."
-    assert others == ["--steps 24 is made for the bundled model: choose your own."]
-
-
-@pytest.mark.parametrize("optimizer_steps", [0, 1])
-def test_a_step_that_moves_no_weight_says_so(optimizer_steps, tmp_path, capsys):
-    metrics = {"step": 1, "completions/clipped_ratio": 0, "optimizer_steps": optimizer_steps}
-    rollout = SimpleNamespace(advantages=torch.ones(1))
-    lopti.log_step(tmp_path, metrics, [], rollout, settings_of())
-    message = "step 1: no optimizer step was made: each gradient is 0 or not finite\n"
-    assert capsys.readouterr().out == message * (1 - optimizer_steps)
-
-
-@pytest.mark.parametrize("count", [4, 5])
-def test_a_step_with_many_cut_off_responses_says_so(count, tmp_path, capsys):
-    """More than half is many. The reward is printed at every tenth of the steps, so not here."""
-    metrics = {"step": 1, "reward": 0, "accuracy": 0, "optimizer_steps": 1}
-    metrics["completions/clipped_ratio"] = count / 8
-    rollout = SimpleNamespace(advantages=torch.ones(1))
-    lopti.log_step(tmp_path, metrics, [], rollout, settings_of("--max-new-tokens 9"))
-    message = "step 1: 62% of the responses were cut off at 9 tokens"
-    assert capsys.readouterr().out == f"{message}\n" * (count == 5)
-
-
 def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
     """Gradient checkpointing gives the same weights to the last bit, and computes layers twice."""
     layer_norm = watch(monkeypatch, torch.nn.functional, "layer_norm")
@@ -1234,19 +1065,13 @@ def test_gradient_checkpointing_changes_memory_and_nothing_else(monkeypatch):
 def test_help_has_every_flag(capsys):
     """--help explains every flag, and the pages name no other."""
     assert exit_code("--help") == 0
-    text = capsys.readouterr().out
-    named = set(re.findall(r"^ +(?:-h, )?(--[a-z-]+)", text, re.MULTILINE))
-    switches = {"--no-stapo", "--no-gradient-checkpointing"}
-    assert named == {lopti.flag(each.name) for each in fields(lopti.Settings)} | {
-        "--help",
-        "--resume",
-    }
-    named |= switches
-    assert all(switch in text for switch in switches)
-    assert "(default: 0.0, paper: 0.3)" in " ".join(text.split())
+    text = " ".join(capsys.readouterr().out.split())
+    named = set(re.findall("--[a-z][a-z-]*", text))
+    assert named >= {lopti.flag(each.name) for each in fields(lopti.Settings)} | {"--resume"}
+    assert "(default: 0.0, paper: 0.3)" in text
     for page in ("README.md", "data/GUIDE.md"):
         for command in re.findall(r"python lopti\.py[^\n`]*", (ROOT / page).read_text()):
-            assert set(re.findall(r"--[a-z][a-z-]*", command)) <= named, command
+            assert set(re.findall("--[a-z][a-z-]*", command)) <= named, command
 
 
 def test_the_python_on_the_pages():
@@ -1268,22 +1093,18 @@ REFUSED = {  # flags: what the sentence names
     "--model no/such-model": "cannot load --model no/such-model",
     "--model finished/last": "--model finished/last is no folder",
     "--model my/runs/last": "--model my/runs/last is no folder",
-    "--model weights": "cannot load --model weights",  # without a tokenizer
+    "--model lossy": "lacks 1 of the model's weights: model.layers.0.mlp.up_proj.weight",
     "--model endless": "has no token that ends a response",
-    "--model endless --device nonsense": "on --device nonsense",
     "--device cuda:99": "on --device cuda:99",  # nobody has so many, and many have none
     "--output finished": "--output finished: File exists; give a new folder, or go on with",
-    "--output has_f.py/run": "--output has_f.py/run: Not a directory; give a new folder",
     "--resume finished --steps 4": "has done 5 steps: give --steps 5 or more",
     "--resume finished --learning-rate 1e-3": "only --steps may be given too",
+    "--resume other": "other/config.json is not that of this program: Settings.__init__",
     "--resume lost --steps 6": "there is no checkpoint.pt to go on from",
-    "--data folder": "cannot read folder: it is neither a .jsonl nor a .parquet file",
     "--data missing.jsonl": "No such file",
     "--data broken.parquet": "Parquet",
     "--data no/such_name": "cannot read no/such_name: no network",
     "--reward no_such_module:f": "No module named 'no_such_module'",
-    "--reward has_f:g": "has_f has no attribute 'g'",
-    "--reward has_f": "is no MODULE:FUNCTION",
     "--alpha 1.01": "--alpha must be from 0 to 1, not 1.01",
     "--alpha nan": "--alpha must be from 0 to 1, not nan",
     "--alpha half": "argument --alpha: invalid float value: 'half'",
@@ -1298,9 +1119,7 @@ REFUSED = {  # flags: what the sentence names
     "--temperature 0": "--temperature must be from 0.01 to 100, not 0.0",
     "--steps -1": "--steps must be at least 0, not -1",
     "--seed 4294967296": "--seed must be from 0 to 4294967295, not 4294967296",
-    "--beta 1": "unrecognized arguments: --beta 1",
     "--alp 0.3": "unrecognized arguments: --alp 0.3",
-    "@nothing.flags": "No such file or directory: 'nothing.flags'",
     "--resume nowhere": "--resume nowhere: there is no checkpoint.pt",
 }
 
@@ -1310,20 +1129,21 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
     """A wrong setting, file or name ends in one sentence, and no file is changed or made."""
     monkeypatch.chdir(tmp_path)
     model = random_model()
-    model.save_pretrained("weights")
     model.generation_config = GenerationConfig()
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.eos_token = tokenizer.chat_template = None
     save_both(model, tokenizer, "endless")
-    for name in ("finished", "lost"):
+    save_both(model, TOKENIZER, "lossy")
+    kept = model.state_dict()
+    del kept["model.layers.0.mlp.up_proj.weight"]
+    save_file(kept, "lossy/model.safetensors", metadata={"format": "pt"})
+    for name in ("finished", "other", "lost"):
         shutil.copytree(finished_run, name)
+    Path("other/config.json").write_text('{"gamma": 1}')
     Path("lost/checkpoint.pt").unlink()
-    Path("folder").mkdir()
     Path("broken.parquet").write_text("?")
-    Path("has_f.py").write_text("def f(**columns): return [1]")
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=ConnectionError("no network")))
     before = {path: path.read_bytes() for path in Path().rglob("*.*")}
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     assert exit_code(words if "--resume" in words else f"{flags} --output run {words}") == 2
     *usage, sentence = capsys.readouterr().err.splitlines()
     assert REFUSED[words] in sentence
@@ -1332,17 +1152,11 @@ def test_runs_that_are_refused(words, flags, finished_run, tmp_path, capsys, mon
 
 
 def test_wrong_settings_from_python():
-    with pytest.raises(lopti.UserError, match="--group-size must be of type int, not 2.5"):
-        lopti.Settings(group_size=2.5)
-    with pytest.raises(lopti.UserError, match="--alpha must be of type float, not '0.3'"):
-        lopti.Settings(alpha="0.3")
-
-
-def test_importing_lopti_changes_no_environment_variable(monkeypatch):
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    before = dict(os.environ)
-    runpy.run_path(ROOT / "lopti.py", run_name="imported")
-    assert os.environ == before
+    wrong = ({"group_size": 2.5}, "int"), ({"alpha": "0.3"}, "float")
+    for settings, kind in (*wrong, ({"passes": True}, "int"), ({"stapo": 1}, "bool")):
+        with pytest.raises(lopti.UserError, match=f"must be of type {kind}, not"):
+            lopti.Settings(**settings)
+    lopti.Settings(alpha=torch.linspace(0, 1, 3, dtype=torch.float64).numpy()[1], eta=1)
 
 
 def test_files_of_flags(tmp_path):
@@ -1369,39 +1183,31 @@ def test_flags_that_follow_the_paper():
         assert vars(settings).items() >= (paper | {"steps": steps}).items()
 
 
-@pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
-def test_a_small_step_of_kk_flags(tmp_path):
-    """A training step of kk.flags runs to its end, here with a small model of as many layers.
+def test_a_small_step_of_kk_flags(flags, tmp_path):
+    """A training step of kk.flags runs to its end, here with a small model.
 
-    The flags that are given are those that make it small. The rest is the file's: bfloat16,
-    gradient checkpointing, and two passes with AdamW at a learning rate of 1e-6.
+    Most flags are those that make it small. The rest is the file's: bfloat16, gradient
+    checkpointing, and a learning rate that bfloat16 weights would not notice.
     """
-    sizes = {"hidden_size": 64, "intermediate_size": 344, "tie_word_embeddings": True}
-    sizes |= {"num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 2}
-    model = random_model("Qwen2", **sizes)
-    model.lm_head.weight.data.mul_(8)  # some tokens on each side of η
-    save_both(model, TOKENIZER, tmp_path / "model")
     code = exit_code(
-        f"@{ROOT}/data/kk.flags --alpha 0.3 --eta 0.5 --model {tmp_path}/model --device cpu "
-        f"--data {ROOT}/data/kk_train.jsonl --eval-data {ROOT}/data/kk_test.jsonl --eval-size 1 "
-        "--eval-samples 0 --steps 1 --prompts-per-step 2 --max-new-tokens 8 "
-        f"--reward {__name__}:vowels --solved-reward 100000001 --output {tmp_path}/run"
+        f"@{ROOT}/data/kk.flags {flags} --learning-rate 1e-6 --steps 1 --eval-data= --eval-size 1 "
+        f"--output {tmp_path}/run"
     )
     assert code == 0
     (line,) = lopti.read_lines(tmp_path / "run" / "metrics.jsonl")
-    assert line["optimizer_steps"] == 2
-    trained, _ = lopti.load_model(tmp_path / "run" / "final", "cpu")
-    change = (weights(trained) - weights(model)).abs()
-    assert 0 < change.max() < 3e-6  # AdamW moves a weight by up to the learning rate in a step
+    assert line["optimizer_steps"] == 4
+    model = settings_of(flags).model
+    before, after = [lopti.load_model(each, "cpu")[0] for each in (model, tmp_path / "run/final")]
+    change = (weights(after) - weights(before)).abs()
+    assert 0 < change.max() < 1e-5  # AdamW moves a weight by up to the learning rate in a step
 
 
-def test_exit_codes(monkeypatch, capsys):
-    """The exit code is 2 after one sentence and 130 after Ctrl-C; a bug shows its traceback."""
-    train = Mock(side_effect=[lopti.UserError("do this"), OSError("disk"), KeyboardInterrupt])
+def test_an_error_of_the_system_and_a_bug(monkeypatch, capsys):
+    """The first ends in one sentence, the second shows its traceback."""
+    train = Mock(side_effect=[OSError("disk"), RuntimeError("shapes differ")])
     monkeypatch.setattr(lopti, "train", train)
-    assert [lopti.main([]) for _ in range(3)] == [2, 2, 130]
-    assert capsys.readouterr().err == "lopti.py: do this\nlopti.py: disk\n"
-    train.side_effect = RuntimeError("shapes differ")
+    assert lopti.main([]) == 2
+    assert capsys.readouterr().err == "lopti.py: disk\n"
     with pytest.raises(RuntimeError, match="shapes differ"):
         lopti.main([])
 
@@ -1441,7 +1247,6 @@ ANSWERS = [  # a solution, an answer, its reward in the right format
 def test_answers_to_a_puzzle(solution, answer, reward):
     text = f"So. </think> <answer>{answer}</answer>"
     assert rewards.kk_reward([text], [solution]) == [reward]
-    assert rewards.score_puzzle(f"<think>{text}", rewards.read_solution(solution)) == reward
 
 
 ANSWER = f"<answer>{JACK}</answer>"
@@ -1487,18 +1292,13 @@ def test_the_solution_of_a_puzzle():
 EQUAL = r"""
 11 | 11.0 | 011 | +11 | (11) | 11. | $11$ | \text{11} | {11} | \( 11 \) | \mathrm{11} | \[ 11 \]
 11 | \mbox{11} | \textbf{11} | \mathbf{11} | **11** | ~11
-\[ k = 86 \] | 86 | k = 86
 3/4 | \frac{3}{4} | .75 | \dfrac 3 4 | \tfrac34 | \left(\frac{3}{4}\right) | \frac3{4}
 -\frac73 | \frac{-7}{3} | -7/3 | -2\frac{1}{3} | -2 1/3 | −2\frac13 | –2\frac13
-\frac{\sqrt{3}}2 | \frac{\sqrt{3}}{2} | \frac{\sqrt3}2
 \frac\pi2 | \frac{\pi}{2} | \frac{\pi}2 | \frac{\pi} 2
 \sqrt\frac34 | \sqrt\frac{3}{4}
 1234567 | 1,234,567 | 1{,}234{,}567 | 1,\! 234,\!567 | \(1,234,567\) | \$1,234,567 | x = 1,234,567
 1234, 1 | 1,234, 1
 25,100,55 | 25, 100, 55 | 100,55,25
-\$5.00 | 5 | \$5 | $\$5$ | 5 dollars
-\$32,\!348 | 32348 | \$32,348 | 32,348
-\$23{,}000 | 23000 | \$23,000
 28\% | 28 | 28% | 28 percent
 90^\circ | 90 | 90^{\circ} | 90^ {\circ} | 90° | 90 degrees | 90\degree
 10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
@@ -1506,19 +1306,16 @@ EQUAL = r"""
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
 864 \mbox{ inches}^2 | 864 | 864 inches^2 | 864 \text{ inches}^{2}
 15 | 15\text{ cm}^2 | 15 cm^2
-45\text{ mph} | 45 | 45 mph | 45\text{ mph} | x = 45
 144 \mbox{ m}^3 | 144 | 144 m^3
 2.5 \mathrm{~m} | 2.5 | 2.5 m | 2.5\text{ m} | \frac52
 8\sqrt3 \text { square feet}. | 8\sqrt{3} | 8\sqrt{3}\text{ square feet}
 x = 1, y = 2 | y = 2, x = 1 | x = 1 \text{ and } y = 2
 x = 2 \text{ or } x = -3 | x=2, x=-3 | 2, -3 | x = -3, 2 | x = 2 \text{ and } x = -3
 (x,y) = (2,3) | (2,3) | (x, y) = (2, 3)
-55 | S_{10} = 55 | AB = 55 | P(A) = 55 | \angle ABC = 55^\circ | N = 55 | \Delta = 55 | x^2 = 55
 55 | \text{Area} = 55 | f(g(x)) = 55 | P(X > 3) = 55 | f^{-1}(3) = 55 | a_{n+1} = 55 | xy = 55
 \angle ABC = 55^\circ | 55 | 55^\circ | \angle ABC = 55
 S_{10} = 55 | 55 | S_10 = 55 | S _{10} = 55.0
 f^{-1}(x) = x + 2 | x + 2
-4\text{ million} | 4000000 | 4,000,000 | 4 million | \$4 million | 4 million dollars
 \$4.5\text{ million} | 4500000 | 4.5 million | \$4,500,000
 3\text{ dozen} | 36 | 3 dozen
 \frac12\text{ million} | 500,000
@@ -1529,11 +1326,8 @@ f^{-1}(x) = x + 2 | x + 2
 [0, 0.5) | [0, \frac{1}{2})
 yes | Yes | \text{Yes}
 x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
-1204_9 | 1204_{9} | \text{1204}_9
-\mathrm{PQ}_{1} | PQ_1 | \text{PQ}_1 | PQ_{1}
 2^\pi | 2^{\pi}
 2^{10}y | 2^10y | 2^ 10 y
-2 \cdot 10^3 | 2 \times 10^{3} | 2 × 10^3
 2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
 e^{-x}, 2^{0.5} | e^-x, 2^0.5
 \log_2 8 | \log_28 | \log_{2}8
@@ -1559,63 +1353,38 @@ DIFFERENT = r"""
 11 | 5+6 | 11+0 | 22/2 | \frac{22}{2} | \frac{11}{1} | 11^1 | -(-11) | x = 5 + 6 = 11 | 5+6=11
 11 | \frac{22}{2} = 11 | \sqrt{121} = 11 | 11 = x | x < y = 11
 0 | x - y = 0 | x^3 - x = 0 | x != 0 | x \not= 0
-2^{10} | 2^{1}0 | 2^1 | 2^{-10} | 210
-0^{+} | 0 | 0^{-}
 Ca^{+2} | Ca^2
 4\text{ million} | 4 | 4 thousand | 40000 | 4 million million
-\$4\text{ million} | 4 | \$4
-3\text{ dozen eggs} | 3
-3\text{ and a half} | 3
 2\text{ thirds} | 2
 3\text{ hours and 20 minutes} | 3
-\frac34 | 6/8 | \frac{1.5}{2} | -\frac34 | 3 | 34
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
-0.9666... | 0.9666 | 0.9666..
 1024 | 1024... | 1024..
-0,5 | 0.5
 5.5 | 5 0.5 | 5 .5 | 5 1/2.0
-23 | 2**3
 5 | -5 | 5 6 | 5e1 | ５ | ٥ | \text{five} | 5 hundred | 5x | [5] | 5 or 6 | \pm 5 | ++5
 540 | 5\$40 | 5 40 | 5\,40 | 5\text{40}
-25,100,55 | 25100, 55 | 25, 10055
 1200 | 1, 200 | (1,200) | ( 1,200 ) | \left(1,200\right) | 12,00 | 1,20000
 (1,200,3) | (1200,3) | 1200,3
 0.12 | 0.1,200
-\frac{\pi}{3} | \frac{\pi}{3}^\circ
-0.5 | 0.5\% | 50\%
 1 | 1\% | 100\%
-3 hours and 20 minutes | 20, 3 | 3, 20 | 2 hours and 30 minutes
-5\text{ cm}, 3\text{ kg} | 5 kg, 3 cm | 5, 3
 5 | 5 time person book | 5 cm kg | 5\text{ is wrong} | 5 squared | 5 square | 5 xy | 5:00
 5\text{ cm} | 5 km | 5 square cm | 5 cm per hour | 5 cm^2
 45\text{ mph} | 45 km | 45x | 46 mph | 46
-45 | 45\text{ mph}
 2\mathrm{i} | 2
-12\text{ and }13 | 12 | 13 | 12 13
-2x | 2
 y = 5 | x = 5 | 2y = 5 | y < 5 | y = 7 = 5
 x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
-x=2, x=-3 | y=2, y=-3 | 2 | x=2
-(x,y) = (2,3) | (3,2) | (y,x) = (2,3) | 2, 3
 n = 3k | 3
 xy = 4 | 4
 y^2 = 4x | 4x
 x + 2y = 5 | 5
-AB = 55 | BC = 55 | S_{10} = 55 | A = 55
-S_{10} = 55 | S_1 = 55 | S = 55
 (1, 2) | (2, 1) | \{1, 2\} | 1, 2 | [1, 2] | (1, 2] | (1, 2, 2)
 1, 1, 2 | 1, 2, 2 | 1, 2
-(1,2),(3,4) | (2,1),(3,4) | (1,2,3,4)
 \{1,2\}\setminus\{3,4\} | \{4,2\}\setminus\{3,1\}
 x \le 1 \text{ or } x \ge 2 | x \le 1 \text{ and } x \ge 2
 ABC | abc
 \frac{1}{23} | \frac{1}{2}3 | \frac123
 \{\} | | \,
-2\sqrt{3} | \sqrt{12}
 \sqrt3/2 | \frac{\sqrt{3}}{2}
-\pi | π
-9a+11 | 11+9a
-"""  # the last four are right; but they are text, and not the same
+"""
 
 
 def rewarded(solution, answer):
@@ -1682,31 +1451,22 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_reward_of_ones_own_gets_every_column(folder):
+def test_a_reward_of_ones_own_gets_every_column(monkeypatch):
     """One entry for each response; `solution` is the example's, not the column of that name."""
-    (folder / "every_column.py").write_text(
-        "def reward(**columns):\n    seen.update(columns)\n    return [7, True, 0.5, -1]\nseen = {}"
-    )
-    settings = make_settings(reward="every_column:reward")
+    reward = Mock(return_value=[7, True, 0.5, -1])
+    monkeypatch.setattr(rewards, "load_function", Mock(return_value=reward))
     first = example_from("2", a=1, prompts="no", completions="no", solution="Add one to one.")
     second = example_from({"x": 3}, b=[2])
     examples = [first, first, second, second]
-    found = rewards.compute_rewards(["r", "s", "t", "u"], examples, settings)
-    assert found == [7.0, 1.0, 0.5, -1.0]
-    assert sys.modules["every_column"].seen == {
-        "completions": ["r", "s", "t", "u"],
-        "prompts": ["1 + 1?"] * 4,
-        "solution": ["2", "2", {"x": 3}, {"x": 3}],
-        "a": [1, 1, None, None],  # the union of the rows' columns
-        "b": [None, None, [2], [2]],
-    }
-
-
-def test_the_reward_of_a_task_gets_the_examples_solution():
-    """Not the worked solution, in which GSM8K has another number at the end."""
-    examples = [example_from("2", answer="3", solution="3"), example_from("3", answer="2")]
-    responses = [r"\boxed{2}", r"\boxed{2}"]
-    assert rewards.compute_rewards(responses, examples, make_settings()) == [1, 0]
+    settings = make_settings(reward="my:own")
+    assert rewards.compute_rewards(["r", "s", "t", "u"], examples, settings) == [7, 1, 0.5, -1]
+    reward.assert_called_once_with(
+        completions=["r", "s", "t", "u"],
+        prompts=["1 + 1?"] * 4,
+        solution=["2", "2", {"x": 3}, {"x": 3}],
+        a=[1, 1, None, None],  # the union of the rows' columns
+        b=[None, None, [2], [2]],
+    )
 
 
 WRONG_REWARDS = [None, 1, [1], [1, 2, 3], [1, math.nan], [1, math.inf], [1, None], [1, "good"]]
@@ -1720,64 +1480,48 @@ def test_a_reward_returns_one_finite_number_for_each_response(returned, monkeypa
         rewards.compute_rewards(["a", "b"], examples, make_settings(reward="my:own"))
 
 
-@pytest.mark.parametrize("place", ["no_such_file:f", "os.no_such_file:f", "rewards:f", "math:pi"])
-def test_a_reward_that_is_not_there(place):
-    with pytest.raises(rewards.UserError, match=f"--reward {place} is no MODULE:FUNCTION"):
+NO_REWARDS = {  # what is given as --reward: what is told
+    ":f": "is no MODULE:FUNCTION, such as my_reward:last_word",
+    "rewards:": "is no MODULE:FUNCTION, such as my_reward:last_word",
+    "my_reward.py": "is no MODULE:FUNCTION, such as my_reward:last_word",
+    "no_such_file:f": "is no MODULE:FUNCTION: No module named 'no_such_file'",
+    "os.no_such_file:f": "is no MODULE:FUNCTION: No module named 'os.no_such_file'",
+    "rewards:f": "is no MODULE:FUNCTION: rewards has no attribute 'f' to call",
+    "math:pi": "is no MODULE:FUNCTION: math has no attribute 'pi' to call",
+    "os:getcwd": "must take **columns: getcwd(completions, solution, **columns)",
+}
+
+
+@pytest.mark.parametrize("place", NO_REWARDS)
+def test_a_reward_that_cannot_be_called(place):
+    with pytest.raises(rewards.UserError, match=re.escape(f"--reward {place} {NO_REWARDS[place]}")):
         rewards.load_function(place)
 
 
-@pytest.mark.parametrize("place", [":f", "rewards:", "rewards", "my_reward.py"])
-def test_how_a_reward_is_written(place):
-    with pytest.raises(
-        rewards.UserError, match=f"{place} is no MODULE:FUNCTION, such as my_reward:last"
-    ):
-        rewards.load_function(place)
-
-
-def test_a_reward_without_columns_is_told_its_signature(folder):
-    (folder / "narrow.py").write_text("def reward(completions, solution):\n    return [1]")
-    with pytest.raises(rewards.UserError, match=r"reward\(completions, solution, \*\*columns\)"):
-        rewards.load_function("narrow:reward")
-
-
-@pytest.mark.parametrize("error", [OSError("no file"), rewards.UserError("no"), KeyError("x")])
-def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(error, monkeypatch):
-    """Also an error of a kind that ends this program in one sentence."""
-    monkeypatch.setattr(rewards, "load_function", lambda place: Mock(side_effect=error))
-    with pytest.raises(RuntimeError, match="--reward my:own raised") as caught:
-        rewards.compute_rewards(["a"], [example_from()], make_settings(reward="my:own"))
-    assert caught.value.__cause__ is error
-
-
-def test_what_the_import_of_a_reward_raises_keeps_its_traceback(folder):
-    """Also where it is another module that is not there."""
-    for number, line in enumerate(("open('no_such_file')", "import no_such_module", "1 / 0")):
-        (folder / f"broken{number}.py").write_text(line)
-        with pytest.raises(RuntimeError, match=f"importing broken{number} raised") as caught:
-            rewards.load_function(f"broken{number}:f")
+def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(folder):
+    """Also an error that would end this program in one sentence, and what the import raises."""
+    own = "from rewards import UserError\ndef f(**columns): raise UserError('no')"
+    for number, text in enumerate(("1 / 0", "open('no_such_file')", "import no_such_module", own)):
+        (folder / f"broken{number}.py").write_text(text)
+        settings = make_settings(reward=f"broken{number}:f")
+        with pytest.raises(RuntimeError, match=f"--reward broken{number}:f.* raised") as caught:
+            rewards.compute_rewards(["a"], [example_from()], settings)
         assert caught.value.__cause__ is not None
-
-
-def test_the_reward_of_a_task_raises_what_it_raises():
     with pytest.raises(rewards.UserError, match="must be a text or a number"):
-        rewards.compute_rewards([""], [example_from(["2"])], make_settings())
+        rewards.compute_rewards([""], [example_from(["2"])], make_settings())  # of the task
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
-    """A folder datasets/ and a file random.py there stay unread, while and after a reward loads."""
+    """A file random.py there stays unread, while and after a reward loads."""
     monkeypatch.setattr("sys.path", [path for path in sys.path if path != ""])
-    (folder / "datasets").mkdir()
-    for name in ("datasets/__init__.py", "random.py", "beside.py"):
+    for name in ("random.py", "beside.py"):
         (folder / name).write_text("")
-    code = "import beside\nfrom importlib.machinery import PathFinder\nplaces = "
-    code += "[PathFinder.find_spec(name).origin for name in ('datasets', 'random', 'beside')]"
-    (folder / "finds.py").write_text(f"{code}\ndef reward(**columns): ...")
+    code = "from importlib.machinery import PathFinder\nplaces = "
+    code += "[PathFinder.find_spec(name).origin for name in ('random', 'beside')]\n"
+    (folder / "finds.py").write_text(f"{code}def reward(**columns): ...")
     before = list(sys.path)
     rewards.load_function("finds:reward")
-    places = sys.modules["finds"].places
-    assert [str(folder) in place for place in places] == [False, False, True]
-    with pytest.raises(rewards.UserError):
-        rewards.load_function("finds:nothing")
+    assert [str(folder) in place for place in sys.modules["finds"].places] == [False, True]
     assert sys.path == before
 
 
@@ -1805,18 +1549,15 @@ def loaded(path, rows, **settings):
 ROWS = [  # a task, a row, its prompt, its solution
     ("math", ROW, ASKED, "2"),
     ("math", {"question": "1 + 1?", "answer": "One more.\n#### 2 "}, ASKED, "2"),  # GSM8K
-    ("math", {"problem": "1 + 1?", "solution": r"So $\boxed{2}$."}, ASKED, r"So $\boxed{2}$."),
     ("math", {**ROW, "question": "1 + 1?", "problem": "No."}, ASKED, "2"),
     ("math", {**ROW, "solution": "Add.", "question": None}, ASKED, "2"),
     ("math", {"prompt": CHAT, "solution": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {"prompt": "1 + 1 =", "answer": "2"}, "1 + 1 =", "2"),
-    ("math", {"prompt": "1", "answer": "2"}, "1", "2"),  # a single token
     ("math", {"problem": "1 + 1?", "answer": 2}, ASKED, "2"),  # a number, written as its text
     ("math", {"problem": "1 + 1?", "answer": 2.5}, ASKED, "2.5"),
     ("math", {"problem": "1 + 1?", "answer": "[1, 2]"}, ASKED, "[1, 2]"),  # an interval
     ("math", {"question": "", "prompt": CHAT, "answer": "2"}, "<|user|>1 + 1?<|assistant|>", "2"),
     ("math", {**ROW, "question": "", "solution": "3", "answer": ""}, ASKED, "3"),
-    ("math", {**ROW, "prompt": CHAT}, ASKED, "2"),  # the question, if a row has both
     ("kk", {"quiz": "Who?", "solution_text_format": JACK, "solution": [True, False], "level": 9},
      "<|user|>Who?<|assistant|><think>", JACK),
     ("kk", {"quiz": "Who?", "solution": LILY, "prompt": [{"role": "user", "content": ASKED}]},
@@ -1832,7 +1573,7 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
     (example,) = loaded(tmp_path, [row], task=task)
     assert rewards.load_rows(tmp_path / "a.parquet", settings, TOKENIZER) == [example]
     assert example.prompt == prompt
-    questions = [text for text in ("1", "1 + 1?", "1 + 1 =", "Who?", "Who? ") if text in prompt]
+    questions = [text for text in ("1 + 1?", "1 + 1 =", "Who?", "Who? ") if text in prompt]
     assert example.question == questions[-1]
     assert example.solution == solution
     assert example.columns == row
@@ -1842,12 +1583,11 @@ def test_what_becomes_of_a_row(task, row, prompt, solution, tmp_path):
 NO_QUESTION = "a text as question, quiz, problem, or a whole prompt; it has the columns"
 NO_SOLUTION = "a text or a number as solution_text_format, answer, solution; it has the columns"
 LEFT_OUT = "has a message that the chat template leaves out: "
-AS_TEXT = r'[{"content": "1 + 1?", "role": "user"}]'
 
 
-def chat(content="1 + 1?", role="user", **others):
+def chat(content="1 + 1?", role="user"):
     """A row whose prompt is a chat with this message."""
-    return {"prompt": [{"role": role, "content": content, **others}], "answer": "2"}
+    return {"prompt": [{"role": role, "content": content}], "answer": "2"}
 
 
 WRONG_ROWS = [  # a task, a row, what is wrong
@@ -1855,33 +1595,23 @@ WRONG_ROWS = [  # a task, a row, what is wrong
     ("math", {**ROW, "problem": 2}, NO_QUESTION),
     ("math", {**ROW, "problem": " "}, NO_QUESTION),  # an empty text is none
     ("math", {**ROW, "problem": None, "prompt": 5}, NO_QUESTION),
-    ("math", {**ROW, "problem": "", "prompt": []}, NO_QUESTION),
     ("math", {"prompt": " ", "solution": "2"}, NO_QUESTION),
-    ("math", chat("\n"), NO_QUESTION),
     ("math", {"problem": "1 + 1?"}, f"{NO_SOLUTION} problem"),
-    ("kk", {"quiz": "Who?", "names": []}, f"{NO_SOLUTION} quiz, names"),
     ("math", {**ROW, "answer": True}, NO_SOLUTION),
     ("math", {"prompt": CHAT, "solution": ["2"]}, NO_SOLUTION),
-    ("math", {**ROW, "answer": '["34"]'}, "has a list as its solution"),  # in files for verl
     ("math", {**ROW, "answer": "['34', '35']"}, "has a list as its solution"),
     ("math", {**ROW, "answer": r" [\frac{3}{4}]"}, "has a list as its solution"),
     ("math", {"prompt": [{"from": "human", "value": "1 + 1?"}], "answer": "2"}, "content of each"),
-    ("math", chat(None, text="1 + 1?"), "a text as the content of each message"),
     ("math", chat([{"type": "text", "text": "1 + 1?"}]), "a text as the content of each message"),
     ("math", {"prompt": ["1 + 1?"], "answer": "2"}, "a text as the content of each message"),
     ("math", chat(role="User"), rf"{LEFT_OUT}'1 \+ 1\?'"),
-    ("math", chat(role="human"), LEFT_OUT),
     ("math", {"prompt": [{"role": "developer", "content": "Be terse."}, *CHAT], "answer": "2"},
      f"{LEFT_OUT}'Be terse.'"),
-    ("math", {"prompt": AS_TEXT, "answer": "2"}, "a chat in a text"),
     ("math", {"prompt": str(CHAT), "answer": "2"}, "a chat in a text"),
     ("math", {"prompt": ' [{"from": "human"}]', "answer": "2"}, "a chat in a text"),
     ("math", '{"problem": ', "Expecting value"),
     ("math", "7", "a JSON object, not 7"),
-    ("math", "[7]", "a JSON object"),
-    ("math", "null", "a JSON object"),
     ("kk", {"quiz": "Who?", "solution": "Lily"}, r"lines like \(1\) Zoey is a knight, not 'Lily'"),
-    ("kk", {"quiz": "Who?", "solution": 5}, r"lines like \(1\) Zoey is a knight, not '5'"),
 ]  # fmt: skip
 
 
@@ -1901,51 +1631,36 @@ def test_a_model_without_a_tokenizer_is_told(tmp_path):
         rewards.load_rows(source, make_settings(), tokenizer)
 
 
-def test_one_line_tells_what_becomes_of_the_rows(tmp_path, capsys):
-    """What the model does not see, and the end of the first prompt; but nothing that is 0."""
-    end = f"the first prompt ends in {ASKED[-60:]!r}\n"
-    loaded(tmp_path, [ROW])
-    assert capsys.readouterr().out == f"a.jsonl: 1 of 1 rows used; {end}"
-    rows = [ROW, {**ROW, "level": 3, "image": "x.png"}, {**ROW, "problem": "1 + 1? " * 99}, ""]
-    examples = loaded(tmp_path, [*rows, {**ROW, "answer": "We see that. " * 99}])
-    assert [example.difficulty for example in examples] == ["all", "3"]
-    message = "a.jsonl: 2 of 4 rows used; 1 longer than --max-prompt-length; 1 with a solution"
-    message += " that no answer could match; other columns, for the reward: image, level; "
-    assert capsys.readouterr().out == message + end
-    loaded(tmp_path, rows[2:])
-    message = "a.jsonl: 0 of 1 rows used; 1 longer than --max-prompt-length\n"
-    assert capsys.readouterr().out == message
-    length = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
-    assert len(loaded(tmp_path, [ROW], max_prompt_length=length)) == 1
-    assert loaded(tmp_path, [ROW], max_prompt_length=length - 1) == []
-
-
-USED_AS_IS = "; prompts are used as they are, and the reward looks for "
+LENGTH = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
+WORKING = {**ROW, "answer": "We see that. " * 99}
+OTHERS = {**ROW, "image": "x.png", "level": 3}
+USED_AS_IS = "1 of 1 rows used; prompts are used as they are, and the reward looks for "
 JOINED = "; the model has no chat template, so messages are joined"
+LINES = [  # rows, settings, whether the model has a chat template, what becomes of the rows
+    ([ROW, ""], {"max_prompt_length": LENGTH}, True, "1 of 1 rows used"),
+    ([ROW], {"max_prompt_length": LENGTH - 1}, True,
+     "0 of 1 rows used; 1 longer than --max-prompt-length"),
+    ([ROW, WORKING], {}, True, "1 of 2 rows used; 1 with a solution that no answer could match"),
+    ([OTHERS], {}, True, "1 of 1 rows used; other columns, for the reward: image"),
+    ([chat()], {}, True, rf"{USED_AS_IS}\boxed{{}}"),
+    ([{"prompt": "1", "answer": "2"}], {}, False, rf"{USED_AS_IS}\boxed{{}}"),
+    ([{"prompt": "1", "answer": LILY}], {"task": "kk"}, True, f"{USED_AS_IS}<think> and <answer>"),
+    ([ROW], {}, False, f"1 of 1 rows used{JOINED}"),
+    ([chat()], {"reward": "my:own"}, False, f"1 of 1 rows used{JOINED}"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "row, task, settings, template, clauses",
-    [
-        (ROW, "math", {}, "some", ""),
-        (chat(), "math", {}, "some", rf"{USED_AS_IS}\boxed{{}}"),
-        (chat(), "math", {"reward": "my:own"}, "some", ""),
-        ({"prompt": "1", "answer": "2"}, "math", {}, None, rf"{USED_AS_IS}\boxed{{}}"),
-        ({"prompt": "1", "answer": LILY}, "kk", {}, "some", f"{USED_AS_IS}<think> and <answer>"),
-        (ROW, "math", {}, None, JOINED),
-        (chat(), "math", {}, None, rf"{USED_AS_IS}\boxed{{}}{JOINED}"),
-        (chat(), "kk", {"reward": "my:own"}, None, JOINED),
-    ],
-)
-def test_the_line_tells_how_prompts_are_used(
-    row, task, settings, template, clauses, tmp_path, capsys
+@pytest.mark.parametrize("rows, settings, has_template, told", LINES)
+def test_one_line_tells_what_becomes_of_the_rows(
+    rows, settings, has_template, told, tmp_path, capsys
 ):
-    """Prompts with no request for what the reward looks for, and chats without a template."""
-    tokenizer = tokenizer_with(template and TURNS)
-    source = write_rows(tmp_path / "a.jsonl", [row])
-    rewards.load_rows(source, make_settings(task=task, **settings), tokenizer)
-    line = capsys.readouterr().out
-    assert line.startswith(f"a.jsonl: 1 of 1 rows used{clauses}; the first prompt ends in ")
+    """It ends with the end of the first prompt; it does not tell what is 0."""
+    tokenizer = TOKENIZER if has_template else tokenizer_with(None)
+    source = write_rows(tmp_path / "a.jsonl", rows)
+    examples = rewards.load_rows(source, make_settings(**settings), tokenizer)
+    if examples:
+        told += f"; the first prompt ends in {examples[0].prompt[-60:]!r}"
+    assert capsys.readouterr().out == f"a.jsonl: {told}\n"
 
 
 def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
@@ -1956,37 +1671,30 @@ def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
         assert not rewards.is_gradable(solution, "math"), solution
 
 
-@pytest.mark.parametrize("solution", [None, 0, "", {"target": 24}, "Lily", "12 #### x"])
 @pytest.mark.parametrize("task", rewards.TASKS)
-def test_with_a_reward_of_ones_own_no_solution_is_read(task, solution, tmp_path):
-    (example,) = loaded(tmp_path, [{**ROW, "answer": solution}], task=task, reward="my:own")
-    assert example.solution == solution
-    assert example.difficulty == "all"
+def test_with_a_reward_of_ones_own_a_solution_may_be_anything(task, tmp_path):
+    """A puzzle has its number of people where its solution reads as one, else the column level."""
+    solutions = [None, 0, "", {"target": 24}, "Lily", "12 #### x", JACK]
+    rows = [{"problem": "Who?", "answer": solution, "level": 9} for solution in solutions]
+    examples = loaded(tmp_path, rows, task=task, reward="my:own")
+    assert [example.solution for example in examples] == solutions
+    last = "2" if task == "kk" else "9"
+    assert [example.difficulty for example in examples] == ["9"] * 6 + [last]
 
 
-def test_with_a_reward_of_ones_own_a_puzzle_has_its_number_of_people(tmp_path):
-    """Where its solution reads as one; elsewhere the column `level` counts."""
-    rows = [{"quiz": "Who?", "answer": JACK, "level": 9}, {"quiz": "Who?", "level": 9}]
-    for task, levels in (("kk", ["2", "9"]), ("math", ["9", "9"])):
-        examples = loaded(tmp_path, rows, task=task, reward="my:own")
-        assert [example.difficulty for example in examples] == levels
-
-
-HUB_NAMES = {  # what is given as --data: name, configuration and split
-    "owner/name": ("owner/name", None, "train"),
-    "owner/name:main": ("owner/name", "main", "train"),
-    "owner/name:main:test+dev": ("owner/name", "main", "test+dev"),
-    "owner/name::test": ("owner/name", None, "test"),
-}
-
-
-@pytest.mark.parametrize("source", HUB_NAMES)
-def test_a_data_set_of_the_hub(source, monkeypatch):
+@pytest.mark.parametrize(
+    "source, configuration, split",
+    [
+        ("owner/name", None, "train"),
+        ("owner/name:main:test+dev", "main", "test+dev"),
+        ("owner/name::test", None, "test"),
+    ],
+)
+def test_a_data_set_of_the_hub(source, configuration, split, monkeypatch):
     load_dataset = Mock(return_value=datasets.Dataset.from_list([ROW]))
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert len(rewards.load_rows(source, make_settings(), TOKENIZER)) == 1
-    name, configuration, split = HUB_NAMES[source]
-    load_dataset.assert_called_once_with(name, configuration, split=split)
+    load_dataset.assert_called_once_with("owner/name", configuration, split=split)
 
 
 NO_FILES = ["my.csv", "my.JSON", "no.parquet", "./my", "/my/data", "a/b/c", "~/my", "no.parquet:x"]
@@ -2004,15 +1712,12 @@ def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
     (folder / name).write_text("")
     with pytest.raises(rewards.UserError, match=r"Converting data of data/GUIDE\.md"):
         rewards.read_table(name)
-    guide = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
-    assert "\n## Converting data\n" in guide
 
 
 def test_what_guide_says_on_csv_and_json(folder):
     """The answer None and leading zeros are kept, and so are the messages of a chat."""
-    guide = (
-        (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8").partition("# Converting data")[2]
-    )
+    page = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
+    guide = page.partition("\n## Converting data\n")[2]
     csv_lines, json_lines = re.findall("```python\n(.*?)```", guide, re.DOTALL)[:2]
     (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
     (folder / "my.json").write_text(json.dumps([chat(), ROW]))
@@ -2044,9 +1749,7 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
 
 THREE = [{"problem": f"{i}?", "answer": "2"} for i in range(3)]
 NO_ROW_IS_LEFT = [  # the rows of --data, those of --eval-data, what is told
-    ([], None, "train on: of 0 rows used 0 are held out, and 0 have .* the 0 rows"),
     ([ROW], None, "train on: of 1 rows used 1 are held out, and 0 have .* the 1 rows"),
-    ([ROW] * 30, None, "train on: of 30 rows used 3 are held out, and 27 have .* the 3 rows"),
     (THREE, THREE * 2, "train on: of 3 rows used 0 are held out, and 3 have .* the 6 rows"),
     (THREE, [], "evaluate on: of 3 rows used 0 are held out, and 0 have .* the 0 rows"),
 ]
@@ -2124,13 +1827,11 @@ def test_the_prompt_of_a_puzzle(template, prompt, tmp_path):
 
 
 def test_no_later_turn_of_a_chat_is_lost():
+    """Neither where a template refuses the system message, nor where there is no template."""
     roles = ("system", "user", "assistant", "user")
     chat = [{"role": role, "content": f"{role}?"} for role in roles]
-    turns = "user?<assistant>assistant?<user>user?<assistant>"
-    assert rewards.render_prompt(tokenizer_with(TURNS), chat) == f"<system>system?<user>{turns}"
-    assert rewards.render_prompt(tokenizer_with(DROPS), chat) == f"<user>{turns}"
     prompt = rewards.render_prompt(tokenizer_with(REFUSES), chat)
-    assert prompt == f"<user>system?\n\n{turns}"
+    assert prompt == "<user>system?\n\nuser?<assistant>assistant?<user>user?<assistant>"
     words = rewards.render_prompt(tokenizer_with(None), chat).split()
     assert words == [f"{role}?" for role in roles]
 
