@@ -95,8 +95,8 @@ def main(words=None):
         parser.error(str(problem))
     config = model.config.get_text_config()
     original = original_length(config)
-    limit = original or getattr(config, "max_position_embeddings", None) or -1
-    lengths = [min(args.length, limit) if limit > 0 else args.length]  # XLNet's limit is -1
+    limit = original or getattr(config, "max_position_embeddings", None) or args.length
+    lengths = [min(args.length, limit)]
     if original:
         lengths.append(original + lopti.STRETCH // 2)  # the response crosses the original length
     ends = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)

@@ -7,9 +7,8 @@
 The program samples rollout batches as lopti.py does. For each mini-batch (one optimizer step) it
 computes the gradient of GRPO's loss, without the KL term, at the policy that sampled: once for all
 tokens, and once for the tokens of each of four intervals of π. With --alpha the advantages are
-those of Eq. 4. No weight changes. It prints a line for each batch, with the numbers of all batches
-so far, and at the end a table. ± is half of a 95 % interval over rollout batches. The default, 20
-batches of 128 responses with the bundled model, takes 6 to 7 minutes on one CPU core.
+those of Eq. 4. No weight changes. ± is half of a 95 % interval over rollout batches. The default,
+20 batches of 128 responses with the bundled model, takes 6 to 7 minutes on one CPU core.
 
 It does not say whether a method helps: for that, train with and without it (compare.py).
 """
@@ -48,7 +47,6 @@ def measure(policy, tokenizer, examples, batches, settings):
 
     The columns are the four bins of π. The last column of the norms is that of all tokens. A norm
     is that of the gradient for all weights, averaged over the mini-batches of a rollout batch.
-    After each batch a line is printed with the numbers of the table, of all batches so far.
     """
     # One pass on all tokens, without the reference model
     settings = replace(settings, eta=0.0, order="low-high", passes=1, kl_coef=0.0)
@@ -57,7 +55,7 @@ def measure(policy, tokenizer, examples, batches, settings):
     prompts = lopti.prompt_stream(examples, settings.prompts_per_step, settings.seed)
     tokens = []
     norms = []
-    print(f"For {', '.join(BINS)}, in all batches so far:")
+    print("Sampling from the rows to train on; nothing is trained or evaluated.")
     for number in range(1, batches + 1):
         batch = next(prompts)
         rollout, updates = lopti.training_step(policy, None, no_step, tokenizer, batch, settings)
@@ -72,28 +70,15 @@ def measure(policy, tokenizer, examples, batches, settings):
             means.append(np.mean([result["grad_norm"] for result in results]))
         tokens.append(counts)
         norms.append(means)
-        total = np.sum(norms, 0)
-        line = "no gradient, because all rewards of a group are equal"
-        if total[4]:
-            shares = numbers(np.sum(tokens, 0) / np.sum(tokens))
-            line = f"share of the tokens {shares}, gradient norm {numbers(total[:4] / total[4])}"
-        print(f"batch {number} of {batches}: {line}", flush=True)
+        print(f"batch {number} of {batches}", flush=True)
     return np.array(tokens), np.array(norms)
-
-
-def numbers(values):
-    """Writes numbers with two decimals, as in the table."""
-    return " ".join(f"{value:.2f}" for value in values)
 
 
 def ratio(above, below):
     """Returns Σ above / Σ below, and half of its 95 % interval. Both have n numbers, one a batch.
 
     With R the ratio, the numbers above - R·below have mean 0; s is their standard deviation. Half
-    of the interval is t·s/√n, divided by the mean of below. Here it is 4.303·1/√3/2:
-
-    >>> print("{:.3f} ± {:.3f}".format(*ratio(np.array([1.0, 2.0, 3.0]), np.array([2.0] * 3))))
-    1.000 ± 1.242
+    of the interval is t·s/√n, divided by the mean of below.
     """
     value = above.sum() / below.sum()
     t = stats.t.ppf(0.975, len(above) - 1)

@@ -1,4 +1,4 @@
-"""The pictures of notebook.ipynb, and what else keeps its cells short."""
+"""Draws the pictures of notebook.ipynb, and holds what else keeps its cells short."""
 
 import inspect
 import io
@@ -40,7 +40,7 @@ plt.rcParams |= {
 
 
 def small_png(figure):
-    """A figure as png with 256 colours, which takes a third of the space in the notebook."""
+    """Returns a figure as png with 256 colours: a third of the space in the notebook."""
     picture = Image.open(io.BytesIO(print_figure(figure, "png"))).convert("RGB")
     stream = io.BytesIO()
     picture.quantize(256, dither=Image.Dither.NONE).save(stream, "png", optimize=True)
@@ -133,7 +133,7 @@ NOISE_TOKENS = 200
 
 
 class SmallPolicies:
-    """Twenty policies without a prompt, one for each seed; T = 204 tokens, V words.
+    """Holds twenty policies without a prompt, one for each seed; T = 204 tokens, V words.
 
     A reward token is word 0, which is right, with `pi_of_right`, and word 1 otherwise. A noise
     token is each of V = 1 / `pi_of_noise` words with this probability. Training changes the logits
@@ -163,7 +163,7 @@ class SmallPolicies:
         return (self.start + change).log_softmax(2)
 
     def logprobs(self, words):
-        """log π of these words: (B, T) → (B, T), with the responses of a seed side by side."""
+        """Returns log π of these words, (B, T) each; the responses of a seed are side by side."""
         words = words.view(self.seeds, -1, len(self.start))  # (seeds, responses, T)
         log_pi = self.log_pi().transpose(1, 2)  # (seeds, V, T)
         return log_pi.gather(1, words).view(-1, len(self.start))
@@ -178,7 +178,7 @@ class SmallPolicies:
 
     @torch.no_grad()
     def kl_and_accuracy(self):
-        """The KL of a response to the first policy, and the mean π of a right word: (2, seeds)."""
+        """Returns the KL to the first policy, and the mean π of a right word: (2, seeds)."""
         log_pi = self.log_pi()
         kl = (log_pi.exp() * (log_pi - self.start)).nan_to_num().sum((1, 2))
         return torch.stack([kl, log_pi[:, :REWARD_TOKENS, 0].exp().mean(1)])
@@ -190,7 +190,7 @@ def count_right(words):
 
 
 class NormedDescent:
-    """Gradient descent whose steps all have one norm, those of each seed for themselves."""
+    """Makes steps of gradient descent that all have one norm, for each seed by itself."""
 
     def __init__(self, weights, norm):
         self.weights = weights
@@ -218,14 +218,14 @@ def accuracy_at(path, kl):
     return numpy.array(rows)
 
 
-def ahead_of_grpo(paths, most=1.0):
-    """How far methods are ahead of GRPO at equal KL: KLs (K,), and {method: (means, halves)}.
+def ahead_of_grpo(paths):
+    """Returns how far methods are ahead of GRPO: KLs (K,), and {method: (means, halves)} at these.
 
-    `paths` has a tensor (steps, 2, seeds) for each method. The KLs go up to `most`, or less where
-    a run does not come so far. A half is that of the 95 % interval over the seeds.
+    `paths` has a tensor (steps, 2, seeds) for each method. The KLs go up to 1, or less where a run
+    does not come so far. A half is that of the 95 % interval over the seeds.
     """
     last = min(float(path[:, 0].amax(0).min()) for path in paths.values())
-    kl = numpy.linspace(0, min(last, most), 101)
+    kl = numpy.linspace(0, min(last, 1.0), 101)
     of_grpo = accuracy_at(paths["GRPO"].numpy(), kl)
     ahead = {}
     for method, path in paths.items():
@@ -306,7 +306,7 @@ def bounds(pi, norms, vocabulary_size):
 
 
 def bars(values, halves, colors, title, ylabel):
-    """Grouped bars with intervals: a row of the table `values` is a group, a column is a color.
+    """Draws bars with intervals: a row of the table `values` is a group, a column is a color.
 
     `halves` is a table of the same shape, with half of each interval.
     """
@@ -324,7 +324,7 @@ def bars(values, halves, colors, title, ylabel):
 
 
 def curves(lines, title, xlabel, ylabel, letters=()):
-    """Lines by name: {name: (x, y, style of plot)}. letters: (x, y, name) of points to mark."""
+    """Draws lines, {name: (x, y, style)}, and marks points; letters: (x, y, name) of each."""
     _, axis = plt.subplots(figsize=(11, 4.6))
     for name, (x, y, style) in lines.items():
         axis.plot(x, y, label=name, **style)

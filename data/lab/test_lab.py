@@ -4,7 +4,6 @@ They are diagnose.py, curve.py, compare.py and check_model.py.
 """
 
 import copy
-import doctest
 import os
 import subprocess
 import sys
@@ -82,15 +81,6 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     assert norms[0] == pytest.approx(np.mean(by_hand, 0), rel=1e-3)
 
 
-def test_each_response_token_is_in_one_bin():
-    """A token whose π is 1 is in the last bin, and a token of the prompt is in none."""
-    pi = torch.tensor([[0.0, 0.2, 0.3, 0.6, 0.8, 1.0, 0.0]])
-    mask = torch.tensor([[True] * 6 + [False]])
-    found = diagnose.masks_of_bins(pi.log(), mask)
-    places = [part.nonzero()[:, 1].tolist() for part in found]
-    assert places == [[0, 1], [2], [3], [4, 5]]
-
-
 def test_table_of_diagnose_by_hand():
     """The table and the sentences have the ratios and 95 % intervals that a hand computes.
 
@@ -108,7 +98,6 @@ def test_table_of_diagnose_by_hand():
     assert shares.loc["π < 0.25", "±"] == pytest.approx(12.706 * 20 / 150, rel=1e-4)
     assert list(relative.loc["π < 0.25"]) == pytest.approx([2.0, 0.0, 0.88])
     assert list(relative.loc["π ≥ 0.75"]) == pytest.approx([0.5, 12.706 / 8, 0.18], abs=1e-4)
-    assert not doctest.testmod(diagnose).failed
     text = diagnose.message(tokens, norms)
     assert text.startswith("40 % of the tokens have π < 0.25.\n")
     assert text.endswith("4.0 ± 12.7 times as large as that of π ≥ 0.75 (not significant).")
@@ -119,38 +108,27 @@ def test_table_of_diagnose_by_hand():
 
 
 def test_diagnose_from_flags_to_table(monkeypatch, unequal_rewards, capsys):
-    """The program prints the table and what it does not show.
+    """The program prints the table, and leaves out batches without a gradient.
 
-    Before that it prints a line for each batch, and the last one has the numbers of the table. It
-    leaves out batches without a gradient, and ends in one sentence if fewer than two are left.
+    It ends in one sentence if fewer than two are left, or if a bin has no gradient at all.
     """
-    words = [*SMALL, "--batches", "2"]
-    diagnose.main([*words, "--alpha", "0.3"])
+    diagnose.main([*SMALL, "--batches", "2"])
     printed = capsys.readouterr().out
-    assert "nan" not in printed
-    first, last = [line for line in printed.splitlines() if line.startswith("batch ")]
-    assert first.startswith("batch 1 of 2: share of the tokens 0.")
-    table = [line.split() for line in printed.splitlines() if line.startswith(("π", "0."))]
-    shares = " ".join(words[-6] for words in table)
-    norms = " ".join(words[-3] for words in table)
-    assert last == f"batch 2 of 2: share of the tokens {shares}, gradient norm {norms}"
-    assert first.partition(":")[2] != last.partition(":")[2]
-    assert "In the paper it is 4.9 times." in printed
+    assert "± " in printed and "nan" not in printed
     assert "This does not say whether a method helps" in printed
     norms = np.array([[3.0, 1, 1, 1, 2], [0, 0, 0, 0, 0], [1, 1, 1, 1, 2]])
     monkeypatch.setattr(diagnose, "measure", lambda *_: (np.ones((3, 4)), norms))
-    diagnose.main(words)
+    diagnose.main(SMALL)
     # of the two batches that have a gradient: half of the interval of 3 and 1 is 12.706
     assert "is 2.0 ± 12.7 times as large" in capsys.readouterr().out
+    norms[0, 2] = norms[2, 2] = 0
+    with pytest.raises(SystemExit, match="2"):
+        diagnose.main(SMALL)
+    assert "no token with 0.5 to 0.75 has a gradient" in capsys.readouterr().err
     norms[2] = 0
     with pytest.raises(SystemExit, match="2"):
-        diagnose.main(words)
+        diagnose.main(SMALL)
     assert "needs two batches with groups of unequal rewards, not 1" in capsys.readouterr().err
-    norms[2] = [1, 1, 0, 1, 2]
-    norms[0, 2] = 0
-    with pytest.raises(SystemExit, match="2"):
-        diagnose.main(words)
-    assert "no token with 0.5 to 0.75 has a gradient" in capsys.readouterr().err
 
 
 # compare.py ---------------------------------------------------------------------------------------
@@ -218,10 +196,6 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     assert [*lists[1].split(), "0.60", "0.5"] in lines
     difference = f"{lists[2]} minus {lists[1]} 2 -0.25 0.0 0.3 0.0"
     assert difference.split() in lines
-    assert lines[:2] == [
-        ["GRPO,", "seed", "0"],
-        ["training", "0.300,", "held", "out", "0.500,", "in", trained[0].output],
-    ]
     assert "report" not in printed
     expected = []
     for seed in (0, 1):
@@ -230,10 +204,7 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     assert {(one.steps, one.save_every) for one in trained} == {(3, 0)}
     folders = [Path(one.output) for one in trained]
     for folder in folders:
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "evaluations.jsonl",
-            "metrics.jsonl",
-        ]
+        assert {path.name for path in folder.iterdir()} == {"evaluations.jsonl", "metrics.jsonl"}
         assert Path(f"{folder}.txt").read_text() == "the report of a run\n"
     code = "import sys, compare, lopti; lopti.train = None; compare.main(sys.argv[1:])"
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
@@ -258,19 +229,6 @@ def test_compare_says_how_to_go_on(trained, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="130"):
         compare.main(["", "--eta 0.5"])
     assert "The same command goes on" in capsys.readouterr().out
-
-
-def test_compare_draws_means(trained, monkeypatch):
-    """Each list of flags gets one curve, the mean over the seeds."""
-    drawn = []
-    monkeypatch.setattr(curve, "draw", lambda path, runs: drawn.append((path, runs)))
-    compare.main(["--seeds", "2", "", "--eta 0.5"])
-    [(path, runs)] = drawn
-    assert path == Path("runs/compare/curves.png")
-    assert list(runs) == ["GRPO", "--eta 0.5"]
-    metrics, evaluations = runs["--eta 0.5"]
-    assert dict(metrics["accuracy"]) == pytest.approx({1: 9.0, 2: 0.3, 3: 0.9})
-    assert dict(evaluations["mean"]) == {0: 9.0, 3: 0.5}
 
 
 def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
@@ -300,56 +258,35 @@ def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
 # curve.py -----------------------------------------------------------------------------------------
 
 
-def write_run(folder, metrics="metrics", evaluations="evaluations", run=None):
-    """Writes a run of six steps with the accuracies 0, 0, 0, 0, 0.5, 1, and two evaluations."""
+@pytest.fixture
+def run_folder(tmp_path):
+    """A run of six steps with the accuracies 0, 0, 0, 0, 0.5, 1, and two evaluations."""
     for step, accuracy in enumerate((0.0, 0.0, 0.0, 0.0, 0.5, 1.0), 1):
         line = dict.fromkeys(curve.PANELS.values(), 0.1 * step)
-        lopti.add_line(folder / f"{metrics}.jsonl", line | {"step": step, "accuracy": accuracy})
+        lopti.add_line(tmp_path / "metrics.jsonl", line | {"step": step, "accuracy": accuracy})
     for step, mean in ((0, 0.2), (6, 0.8)):
         table = {"greedy": {"2": [0.9, 0.9, 0.9], "all": [mean, mean - 0.1, mean + 0.2]}}
-        line = {"step": step, "table": table}
-        if run:
-            table["avg@2"] = {"all": [mean / 2, 0.0, 1.0]}
-            line["run"] = run
-        lopti.add_line(folder / f"{evaluations}.jsonl", line)
+        lopti.add_line(tmp_path / "evaluations.jsonl", {"step": step, "table": table})
+    return tmp_path
 
 
-def test_runs_are_read_from_folders_and_from_files(tmp_path):
+def test_runs_are_read_from_folders_and_from_files(run_folder):
     """An evaluation belongs to the metrics file that it names; avg@k goes before greedy."""
-    write_run(tmp_path)
-    metrics, evaluations = curve.read_run(tmp_path)
-    assert list(metrics["accuracy"]) == [0, 0, 0, 0, 0.5, 1]
-    assert list(metrics.index) == [1, 2, 3, 4, 5, 6]
+    metrics, evaluations = curve.read_run(run_folder)
+    assert dict(metrics["accuracy"]) == {1: 0, 2: 0, 3: 0, 4: 0, 5: 0.5, 6: 1}
     assert evaluations.loc[6].tolist() == pytest.approx([0.8, 0.7, 1.0])
-    (tmp_path / "several").mkdir()
-    for name in ("one", "two"):
-        write_run(tmp_path / "several", name, "their_evaluations", run=name)
-    lopti.add_line(
-        tmp_path / "several" / "their_evaluations.jsonl",
-        {"run": "two", "step": 7, "table": {"greedy": {"all": [0.1, 0.0, 0.2]}}},
-    )
-    _, of_one = curve.read_run(tmp_path / "several" / "one.jsonl")
-    _, of_two = curve.read_run(tmp_path / "several" / "two.jsonl")
-    assert dict(of_one["mean"]) == {0: 0.1, 6: 0.4}
-    assert dict(of_two["mean"]) == {0: 0.1, 6: 0.4, 7: 0.1}
+    for name, last in (("readme_run", 0.7725), ("readme_grpo", 0.7625)):
+        _, evaluations = curve.read_run(HERE / "results" / f"{name}.jsonl")
+        assert dict(evaluations["mean"]) == {0: 0.4625, 24: last}
 
 
-def test_curves_by_hand(tmp_path, monkeypatch, capsys):
-    """A mean of five steps stands at the third; evaluations have their own intervals.
-
-    Each run has its colour, and a file of svg is the same each time.
-    """
+def test_curves_by_hand(run_folder, monkeypatch):
+    """A mean of five steps stands at the third; evaluations have their own intervals."""
     monkeypatch.setattr(curve.plt, "close", lambda figure: None)  # so that it can be looked at
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        write_run(tmp_path / name)
-    words = [str(tmp_path / "one"), str(tmp_path / "two"), "--labels", "first run", "second run"]
-    plot = tmp_path / "new" / "plot.svg"
-    curve.main([*words, "--plot", str(plot)])
-    assert capsys.readouterr().out == f"The plot is in {plot}.\n"
+    plot = run_folder / "new" / "plot.png"
+    curve.main([str(run_folder), "--plot", str(plot)])
+    assert plot.exists()
     figure = curve.plt.gcf()
-    titles = [axis.get_title(loc="left") for axis in figure.axes]
-    assert [title for title in titles if title] == list(curve.PANELS)
     accuracy = figure.axes[1]
     thin, thick, *_ = accuracy.lines
     assert list(thin.get_ydata()) == [0, 0, 0, 0, 0.5, 1]
@@ -358,12 +295,6 @@ def test_curves_by_hand(tmp_path, monkeypatch, capsys):
     assert np.isnan(means[2]) and np.isnan(means[5])
     intervals = accuracy.collections[0].get_segments()
     assert intervals[1][:, 1].tolist() == pytest.approx([0.7, 1.0])
-    colors = {line.get_color() for line in figure.axes[0].lines}
-    assert len(colors) == 2
-    text = plot.read_text()
-    assert "first run" in text and "second run" in text
-    curve.main([*words, "--plot", str(plot)])
-    assert plot.read_text() == text
 
 
 def test_the_picture_of_the_readme_is_what_curve_draws(tmp_path):
@@ -401,27 +332,21 @@ def rows_and_differences(printed):
 def test_check_model_reads_rows_of_the_length_that_is_asked_for(model, capsys):
     """A right model is found right; rows are as long as --length and the model's positions allow.
 
-    Where a model has -1 positions, as XLNet, there is no limit. That the model would end each
-    response at once makes no row shorter.
+    That the model would end each response at once makes no row shorter.
     """
 
     def prefer_end(model, inputs, output):
         output.logits[..., model.generation_config.eos_token_id] += 20
 
     model.register_forward_hook(prefer_end)
-    for positions, length, longest in (
-        (2048, 656, 656),
-        (100, 656, 100),
-        (-1, 130, 130),
-    ):
+    for positions, length, longest in ((2048, 130, 130), (100, 656, 100)):
         model.config.max_position_embeddings = positions
         assert check_model.main([TINY, "--length", str(length)]) == 0
         printed = capsys.readouterr().out
         [(tokens, difference)] = rows_and_differences(printed)
         assert longest - 14 < tokens <= longest  # a prompt grows by 14 tokens at a time
         assert difference < 1e-3
-        assert printed.startswith("tokens that end a response: <|end|>\n")
-        assert printed.endswith("π is right.\n")
+        assert "<|end|>" in printed and "π is right." in printed
 
 
 def test_check_model_crosses_the_original_length(monkeypatch, capsys):

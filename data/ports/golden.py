@@ -46,6 +46,7 @@ AdamW's steps. math.fsum rounds alike in every Python. The inputs were drawn at 
 clip and every mistake of mistakes.diff shows in some case.
 """
 
+import itertools
 import json
 import math
 from functools import partial
@@ -64,7 +65,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def token_terms(new, old, ref, advantage, case):
-    """(policy loss, KL, which clip cut the gradient, derivative by new) of one token, undivided."""
+    """Returns policy loss, KL, the clip that acts, and the derivative by `new`, of one token."""
     ratio = math.exp(new - old)
     inside = max(1 - case["clip_low"], min(ratio, 1 + case["clip_high"]))
     loss = -min(ratio * advantage, inside * advantage)
@@ -125,7 +126,7 @@ def tokens_of_pass(name, tokens, low):
 
 
 def solve_pass(case, updated, new, old, ref, advantages, normalizer):
-    """The loss of the tokens that a pass updates, and its derivative by log π of each of them."""
+    """Returns the loss of the tokens that a pass updates, and its derivative by log π of each."""
     losses = []
     kls = []
     clips = []
@@ -144,19 +145,6 @@ def solve_pass(case, updated, new, old, ref, advantages, normalizer):
     for name in CLIPS:
         found[f"clip_{name}_share"] = clips.count(name) / normalizer
     return found, derivatives
-
-
-def mini_batches(case, low, passes):
-    """Of each pass and mini-batch what golden.json says of it, its rows, the tokens to update."""
-    for name in passes:
-        for start in range(0, len(case["responses"]), case["mini_batch_size"]):
-            stop = min(start + case["mini_batch_size"], len(case["responses"]))
-            rows = range(start, stop)
-            tokens = [(i, t) for i, t in low if i in rows]
-            updated = tokens_of_pass(name, tokens, low)
-            step = {"pass": name, "first_row": start}
-            step |= {"response_tokens": len(tokens), "updated_tokens": len(updated)}
-            yield step, rows, updated
 
 
 # cases --------------------------------------------------------------------------------------------
@@ -186,23 +174,26 @@ def solve_case(case):
 
 
 def solve_steps(case, optimizer, logprobs, old, ref, advantages, low):
-    """Returns the optimizer steps, one after the other.
+    """Makes the optimizer steps, and returns them one after the other.
 
     `logprobs(i)` are those of response i under the policy of the moment: (T,).
     """
     weights = optimizer.param_groups[0]["params"]
+    mini_batches = torch.arange(len(case["responses"])).split(case["mini_batch_size"])
     passes = ["low", "high"] if case["eta"] else ["all"]
-    for step, rows, updated in mini_batches(case, low, passes):
-        of_rows = {i: logprobs(i) for i in rows}
-        new = {(i, t): x for i in rows for t, x in enumerate(of_rows[i].tolist())}
-        normalizer = step["response_tokens"]
-        found, derivatives = solve_pass(case, updated, new, old, ref, advantages, normalizer)
+    for name, mini_batch in itertools.product(passes, mini_batches):
+        of_rows = {i: logprobs(i) for i in mini_batch.tolist()}
+        new = {(i, t): x for i, row in of_rows.items() for t, x in enumerate(row.tolist())}
+        updated = tokens_of_pass(name, new, low)
+        found, derivatives = solve_pass(case, updated, new, old, ref, advantages, len(new))
         slopes = [derivatives.get(token, 0.0) for token in new]  # 0: not in this pass
         torch.cat(list(of_rows.values())).backward(torch.tensor(slopes, dtype=torch.float64))
         norm = float(torch.nn.utils.clip_grad_norm_(weights, case["max_grad_norm"]))
         if norm > 0:
             optimizer.step()
         optimizer.zero_grad()
+        step = {"pass": name, "first_row": int(mini_batch[0])}
+        step |= {"response_tokens": len(new), "updated_tokens": len(updated)}
         yield step | found | {"skipped": norm == 0, "gradient_norm": norm}
 
 
@@ -240,7 +231,7 @@ def solve_rollout(case):
 
 
 def solve_model(case):
-    """Returns the reference is the first policy: its log π are the old."""
+    """Returns the outputs of a case. The reference is the first policy: its log π are the old."""
     logging.disable_progress_bar()
     policy = AutoModelForCausalLM.from_pretrained(HERE.parent / "tiny", dtype=torch.float64)
     responses = case["responses"]
