@@ -13,7 +13,8 @@ Two accuracies of each run are compared. ± is half of a 95 % interval over seed
 - training: the mean accuracy of the training steps, without the first step
 - held out: avg@k of all prompts in the last evaluation, or greedy accuracy with --eval-samples 0
 
-curve.py draws runs from their folders.
+The plot is that of curve.py. Each curve and each point of it is a mean over seeds, and so are the
+ends of the intervals of an evaluation.
 """
 
 import argparse
@@ -53,6 +54,17 @@ def train(settings, output):
     return folder
 
 
+def accuracies(metrics, evaluations):
+    """Returns the two accuracies of a run as `curve.read_run` returns it."""
+    held_out = evaluations["mean"].iloc[-1]
+    return {"training": metrics["accuracy"].iloc[1:].mean(), "held out": held_out}
+
+
+def mean_over_seeds(runs):
+    """Returns the means of metrics and of evaluations, for `curve.draw`."""
+    return [pandas.concat(tables).groupby(level=0).mean() for tables in zip(*runs)]
+
+
 def paired_differences(runs):
     """Compares each pair of lists of flags: a row with the mean difference, and ± beside it.
 
@@ -86,7 +98,7 @@ def main(words=None):
         "--output",
         type=Path,
         default=Path("runs/compare"),
-        help="folder of all runs (default: %(default)s)",
+        help="folder of all runs and of the plot (default: %(default)s)",
     )
     args, lists = parser.parse_known_args(words[:end])
     common = words[end + 1 :]
@@ -94,6 +106,7 @@ def main(words=None):
     if len(names) < 2 or len(names) > len(set(names)) or args.seeds < 2:
         parser.error("give two or more lists of flags, all different, and --seeds 2 or more")
     rows = []
+    runs = {name: [] for name in names}
     try:
         methods = [lopti.parse_arguments(common + shlex.split(flags)) for flags in lists]
         if min(method.steps for method in methods) < 2:
@@ -102,14 +115,12 @@ def main(words=None):
             for name, method in zip(names, methods):
                 print(f"{name}, seed {seed}", flush=True)
                 folder = train(replace(method, seed=seed, output=""), args.output)
-                metrics, evaluations = curve.read_run(folder)
-                accuracy = {
-                    "training": metrics["accuracy"].iloc[1:].mean(),
-                    "held out": evaluations["mean"].iloc[-1],
-                }
+                run = curve.read_run(folder)
+                accuracy = accuracies(*run)
                 numbers = ", ".join(f"{key} {value:.3f}" for key, value in accuracy.items())
                 print(f"  {numbers}, in {folder}", flush=True)
                 rows.append({"flags": name, "seed": seed, **accuracy})
+                runs[name].append(run)
     except (lopti.UserError, OSError) as problem:
         parser.error(str(problem))
     except KeyboardInterrupt:
@@ -120,6 +131,9 @@ def main(words=None):
     print(table.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
     print("\nMean difference between runs with the same seed; ± is half of a 95 % interval")
     print(paired_differences(table).round(3).to_string())
+    plot = args.output / "curves.png"
+    curve.draw(plot, {name: mean_over_seeds(of_name) for name, of_name in runs.items()})
+    print(f"\nThe plot is in {plot}.")
 
 
 if __name__ == "__main__":

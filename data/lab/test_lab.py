@@ -196,6 +196,10 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     assert [*lists[1].split(), "0.60", "0.5"] in lines
     difference = f"{lists[2]} minus {lists[1]} 2 -0.25 0.0 0.3 0.0"
     assert difference.split() in lines
+    assert lines[:2] == [
+        ["GRPO,", "seed", "0"],
+        ["training", "0.300,", "held", "out", "0.500,", "in", trained[0].output],
+    ]
     assert "report" not in printed
     expected = []
     for seed in (0, 1):
@@ -204,7 +208,10 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     assert {(one.steps, one.save_every) for one in trained} == {(3, 0)}
     folders = [Path(one.output) for one in trained]
     for folder in folders:
-        assert {path.name for path in folder.iterdir()} == {"evaluations.jsonl", "metrics.jsonl"}
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "evaluations.jsonl",
+            "metrics.jsonl",
+        ]
         assert Path(f"{folder}.txt").read_text() == "the report of a run\n"
     code = "import sys, compare, lopti; lopti.train = None; compare.main(sys.argv[1:])"
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
@@ -229,6 +236,19 @@ def test_compare_says_how_to_go_on(trained, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="130"):
         compare.main(["", "--eta 0.5"])
     assert "The same command goes on" in capsys.readouterr().out
+
+
+def test_compare_draws_means(trained, monkeypatch):
+    """Each list of flags gets one curve, the mean over the seeds."""
+    drawn = []
+    monkeypatch.setattr(curve, "draw", lambda path, runs: drawn.append((path, runs)))
+    compare.main(["--seeds", "2", "", "--eta 0.5"])
+    [(path, runs)] = drawn
+    assert path == Path("runs/compare/curves.png")
+    assert list(runs) == ["GRPO", "--eta 0.5"]
+    metrics, evaluations = runs["--eta 0.5"]
+    assert dict(metrics["accuracy"]) == pytest.approx({1: 9.0, 2: 0.3, 3: 0.9})
+    assert dict(evaluations["mean"]) == {0: 9.0, 3: 0.5}
 
 
 def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
@@ -258,35 +278,56 @@ def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
 # curve.py -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run_folder(tmp_path):
-    """A run of six steps with the accuracies 0, 0, 0, 0, 0.5, 1, and two evaluations."""
+def write_run(folder, metrics="metrics", evaluations="evaluations", run=None):
+    """Writes a run of six steps with the accuracies 0, 0, 0, 0, 0.5, 1, and two evaluations."""
     for step, accuracy in enumerate((0.0, 0.0, 0.0, 0.0, 0.5, 1.0), 1):
         line = dict.fromkeys(curve.PANELS.values(), 0.1 * step)
-        lopti.add_line(tmp_path / "metrics.jsonl", line | {"step": step, "accuracy": accuracy})
+        lopti.add_line(folder / f"{metrics}.jsonl", line | {"step": step, "accuracy": accuracy})
     for step, mean in ((0, 0.2), (6, 0.8)):
         table = {"greedy": {"2": [0.9, 0.9, 0.9], "all": [mean, mean - 0.1, mean + 0.2]}}
-        lopti.add_line(tmp_path / "evaluations.jsonl", {"step": step, "table": table})
-    return tmp_path
+        line = {"step": step, "table": table}
+        if run:
+            table["avg@2"] = {"all": [mean / 2, 0.0, 1.0]}
+            line["run"] = run
+        lopti.add_line(folder / f"{evaluations}.jsonl", line)
 
 
-def test_runs_are_read_from_folders_and_from_files(run_folder):
+def test_runs_are_read_from_folders_and_from_files(tmp_path):
     """An evaluation belongs to the metrics file that it names; avg@k goes before greedy."""
-    metrics, evaluations = curve.read_run(run_folder)
-    assert dict(metrics["accuracy"]) == {1: 0, 2: 0, 3: 0, 4: 0, 5: 0.5, 6: 1}
+    write_run(tmp_path)
+    metrics, evaluations = curve.read_run(tmp_path)
+    assert list(metrics["accuracy"]) == [0, 0, 0, 0, 0.5, 1]
+    assert list(metrics.index) == [1, 2, 3, 4, 5, 6]
     assert evaluations.loc[6].tolist() == pytest.approx([0.8, 0.7, 1.0])
-    for name, last in (("readme_run", 0.7725), ("readme_grpo", 0.7625)):
-        _, evaluations = curve.read_run(HERE / "results" / f"{name}.jsonl")
-        assert dict(evaluations["mean"]) == {0: 0.4625, 24: last}
+    (tmp_path / "several").mkdir()
+    for name in ("one", "two"):
+        write_run(tmp_path / "several", name, "their_evaluations", run=name)
+    lopti.add_line(
+        tmp_path / "several" / "their_evaluations.jsonl",
+        {"run": "two", "step": 7, "table": {"greedy": {"all": [0.1, 0.0, 0.2]}}},
+    )
+    _, of_one = curve.read_run(tmp_path / "several" / "one.jsonl")
+    _, of_two = curve.read_run(tmp_path / "several" / "two.jsonl")
+    assert dict(of_one["mean"]) == {0: 0.1, 6: 0.4}
+    assert dict(of_two["mean"]) == {0: 0.1, 6: 0.4, 7: 0.1}
 
 
-def test_curves_by_hand(run_folder, monkeypatch):
-    """A mean of five steps stands at the third; evaluations have their own intervals."""
+def test_curves_by_hand(tmp_path, monkeypatch, capsys):
+    """A mean of five steps stands at the third; evaluations have their own intervals.
+
+    Each run has its colour, and a file of svg is the same each time.
+    """
     monkeypatch.setattr(curve.plt, "close", lambda figure: None)  # so that it can be looked at
-    plot = run_folder / "new" / "plot.png"
-    curve.main([str(run_folder), "--plot", str(plot)])
-    assert plot.exists()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name)
+    words = [str(tmp_path / "one"), str(tmp_path / "two"), "--labels", "first run", "second run"]
+    plot = tmp_path / "new" / "plot.svg"
+    curve.main([*words, "--plot", str(plot)])
+    assert capsys.readouterr().out == f"The plot is in {plot}.\n"
     figure = curve.plt.gcf()
+    titles = [axis.get_title(loc="left") for axis in figure.axes]
+    assert [title for title in titles if title] == list(curve.PANELS)
     accuracy = figure.axes[1]
     thin, thick, *_ = accuracy.lines
     assert list(thin.get_ydata()) == [0, 0, 0, 0, 0.5, 1]
@@ -295,6 +336,12 @@ def test_curves_by_hand(run_folder, monkeypatch):
     assert np.isnan(means[2]) and np.isnan(means[5])
     intervals = accuracy.collections[0].get_segments()
     assert intervals[1][:, 1].tolist() == pytest.approx([0.7, 1.0])
+    colors = {line.get_color() for line in figure.axes[0].lines}
+    assert len(colors) == 2
+    text = plot.read_text()
+    assert "first run" in text and "second run" in text
+    curve.main([*words, "--plot", str(plot)])
+    assert plot.read_text() == text
 
 
 def test_the_picture_of_the_readme_is_what_curve_draws(tmp_path):
