@@ -322,6 +322,7 @@ LEVEL_3 = {  # changes of the example port, the number of a case, what is printe
         NO_TOKEN,
         None,
     ),
+    "sign": ([("loss.backward()", "(-loss).backward()")], ONE_STEP, None),
     "left padding behind a mask": (
         [*check_port.MISTAKES[LEFT_PADDING], ATTENDS, (CLAMPED, MASKED)],
         TWO_PROMPTS,
@@ -337,14 +338,13 @@ LEVEL_3 = {  # changes of the example port, the number of a case, what is printe
         NO_TOKEN,
         [f"Wrong: {SHIFTED_LOGITS}"],
     ),
+    "a norm that is not a number": ([(NORM, "yield float('nan')")], ONE_STEP, None),
+    "no weight decay": ([(OPTIMIZER, ADAMW)], TWO_PROMPTS, None),
     "the first norm": (
         [(NORM, "yield float(norm) + 0.001 * (update_mask is passes[0])")],
         TWO_PROMPTS,
         None,
     ),
-    "a norm that is not a number": ([(NORM, "yield float('nan')")], ONE_STEP, None),
-    "sign": ([("loss.backward()", "(-loss).backward()")], ONE_STEP, None),
-    "no weight decay": ([(OPTIMIZER, ADAMW)], TWO_PROMPTS, None),
     "the batch's normalization": (
         [("rewards.view(-1, group_size)", "rewards.view(1, -1)")],
         TWO_PROMPTS,
