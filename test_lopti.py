@@ -313,6 +313,7 @@ def test_samples_come_from_the_distribution_that_is_scored(temperature, min_p, t
     own |= {"repetition_penalty": 1.8, "min_p": 0.5, "suppress_tokens": list(range(20, 60))}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
     model, tokenizer = lopti.load_model(tmp_path, "cpu")
+    model.generation_config.update(top_p=0.8)  # as of a model that was loaded otherwise
     torch.manual_seed(0)
     every_token = torch.arange(len(TOKENIZER))[:, None].tolist()
     scored = lopti.pack([TOKENIZER("Lily said").input_ids] * len(every_token), every_token)
@@ -340,8 +341,9 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     """Every response is the one that `model.generate` gives to its prompt alone.
 
     Left padding, stretches of 32 tokens and rows that have ended change no token, nor does a
-    padding token that was itself sampled, nor the tokenizer's own first token. A batch reads each
-    prompt once, all of it but its last token: the third batch, of one token each, reads nothing.
+    padding token that was itself sampled, the tokenizer's own first token, or an option of the
+    model. A batch reads each prompt once, all of it but its last token: the third batch, of one
+    token each, reads nothing.
     """
     model = random_model(family, ends, **changes)
     options = GenerationConfig(do_sample=False, pad_token_id=0, max_new_tokens=40)
@@ -350,7 +352,7 @@ def test_greedy_responses_are_those_of_generate(family, changes, ends, monkeypat
     for prompt in PROMPTS:
         ids = TOKENIZER(prompt, return_tensors="pt").input_ids
         alone.append(model.generate(ids, generation_config=options)[0].tolist())
-    model.generation_config.pad_token_id = alone[0][-33]
+    model.generation_config.update(pad_token_id=alone[0][-33], repetition_penalty=1.8)
     tokenizer = copy.deepcopy(TOKENIZER)
     first = TemplateProcessing("<|end|> $A", special_tokens=[("<|end|>", 1)])
     tokenizer._tokenizer.post_processor = first
