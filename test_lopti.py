@@ -1012,7 +1012,7 @@ def test_a_checkpoint_of_a_gpu_and_one_on_a_full_disk(tmp_path, monkeypatch):
 def test_a_model_is_loaded_as_training_needs_it(tmp_path, capsys, monkeypatch):
     """A model has float32 weights, none of them frozen, no dropout, and a padding token.
 
-    --dtype is that of forward passes and changes no weight. cuDNN's attention is off (see GUIDE).
+    --dtype is that of forward passes and changes no weight. cuDNN's attention is off.
     """
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.pad_token = None
@@ -1720,7 +1720,10 @@ def test_what_guide_says_on_csv_and_json(folder):
     """The answer None and leading zeros are kept, and so are the messages of a chat."""
     page = (ROOT / "data" / "GUIDE.md").read_text(encoding="utf-8")
     guide = page.partition("\n## Converting data\n")[2]
-    csv_lines, json_lines = re.findall("```python\n(.*?)```", guide, re.DOTALL)[:2]
+    csv_lines = re.search("```python\n(.*?)```", guide, re.DOTALL)[1]
+    [read_csv] = re.findall("rows = pandas.read_csv.*", csv_lines)
+    [read_json] = re.findall("# or.*(rows = pandas.read_json.*)", csv_lines)
+    json_lines = csv_lines.replace(read_csv, read_json)
     (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
     (folder / "my.json").write_text(json.dumps([chat(), ROW]))
     for lines, solutions in ((csv_lines, ["None", "007", "NA"]), (json_lines, ["2", "2"])):

@@ -45,6 +45,7 @@ LOOK = {  # of the picture
 AR = "AR, α = 0.3 − GRPO"
 AR_1 = "AR, α = 1 − GRPO"
 UNBIASED_1 = "unbiased AR, α = 1 − GRPO"
+ORACLE = "oracle − GRPO"
 BOTH = "AR + Lopti − GRPO"
 LOPTI = "Lopti − GRPO"
 TWO_PASSES = "two-pass GRPO − GRPO"
@@ -52,9 +53,10 @@ SPLIT = "Lopti − two-pass GRPO"
 ORDER = "Lopti − reversed Lopti"
 RANDOM = "Lopti − random split"
 HALF_RATE = ["Lopti, half the rate − GRPO", "two-pass GRPO, half the rate − GRPO"]
+LONG = "Lopti − long-step GRPO"
 LONG_STEPS = [
+    LONG,
     "long-step GRPO − GRPO",
-    "Lopti − long-step GRPO",
     "two-pass GRPO − long-step GRPO",
     "unbiased AR, α = 1 − long-step GRPO",
 ]
@@ -68,11 +70,13 @@ OF_R6 = [
     "unbiased AR, α = 0.6 − AR, α = 0.6",
     "unbiased AR, α = 1 − AR, α = 1",
 ]
-OF_R11 = ["oracle − GRPO", AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT]
-OF_R11 += [
-    f"{method} − two-pass GRPO" for method in ("oracle", "AR, α = 0.3", "unbiased AR, α = 1")
+OF_TRUE_OR_FALSE = [
+    *[ORACLE, AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT],
+    "oracle − two-pass GRPO",
+    "AR, α = 0.3 − two-pass GRPO",
+    "unbiased AR, α = 1 − two-pass GRPO",
 ]
-SECTIONS = {  # section: {comparison: differences}, corrected together in each measure
+SECTIONS = {  # group: {comparison: differences}, corrected together in each measure
     "R3": {
         "bundled, puzzles": [AR, LOPTI, TWO_PASSES, SPLIT, BOTH],
         "SmolLM2, word problems": [AR, LOPTI, TWO_PASSES, SPLIT],
@@ -81,27 +85,27 @@ SECTIONS = {  # section: {comparison: differences}, corrected together in each m
     "R5": {
         "one-wording, puzzles": [LOPTI, TWO_PASSES, SPLIT, ORDER],
         "bundled, puzzles": [ORDER, RANDOM],
-        "wordy, puzzles": [ORDER, RANDOM],
+        "wordy, puzzles, fixed norm": [ORDER, RANDOM],
     },
     "R6": {"bundled, puzzles": OF_R6},
-    "R10": {
-        "wordy, puzzles": [AR, AR_1, UNBIASED_1, LOPTI, TWO_PASSES, SPLIT, *LONG_STEPS],
-        "wordy, puzzles, new seeds": [UNBIASED_1, TWO_PASSES],
+    "fixed norm": {
+        "wordy, puzzles, fixed norm": [AR, AR_1, UNBIASED_1, LOPTI, TWO_PASSES, SPLIT, *LONG_STEPS],
+        "wordy, puzzles, fixed norm, new seeds": [UNBIASED_1, TWO_PASSES],
         "bundled, puzzles, fixed norm": [UNBIASED_1, TWO_PASSES],
         "one-wording, puzzles, fixed norm": [UNBIASED_1, TWO_PASSES],
     },
-    "R11, first comparison": {"SmolLM2, true or false, first": OF_R11},
-    "R11, second comparison": {"SmolLM2, true or false, second": OF_R11},
+    "true or false, first": {"SmolLM2, true or false, first": OF_TRUE_OR_FALSE},
+    "true or false, second": {"SmolLM2, true or false, second": OF_TRUE_OR_FALSE},
 }
-SEVEN = {  # the comparisons of the first picture: {name on the page: name in runs.csv}
-    "bundled, puzzles (R3)": "bundled, puzzles",
-    "bundled, puzzles, new seeds (R4)": "bundled, puzzles, new seeds",
-    "one-wording, puzzles (R5)": "one-wording, puzzles",
-    "wordy, puzzles, fixed norm (R10)": "wordy, puzzles",
-    "SmolLM2, word problems (R3)": "SmolLM2, word problems",
-    "SmolLM2, true or false, first (R11)": "SmolLM2, true or false, first",
-    "SmolLM2, true or false, second (R11)": "SmolLM2, true or false, second",
-}
+SEVEN = [  # the comparisons of the first picture
+    "bundled, puzzles",
+    "bundled, puzzles, new seeds",
+    "one-wording, puzzles",
+    "wordy, puzzles, fixed norm",
+    "SmolLM2, word problems",
+    "SmolLM2, true or false, first",
+    "SmolLM2, true or false, second",
+]
 SYNTHETIC = {  # the tasks of R7: π of a right and a wrong reward token, π of the noise tokens
     "noise at low π": ("0.6, 0.4", "eight with 1/8 each"),
     "equal noise at every π": ("0.55, 0.45", "0.55, 0.45"),
@@ -109,15 +113,15 @@ SYNTHETIC = {  # the tasks of R7: π of a right and a wrong reward token, π of 
     "rare right answers": ("0.1, 0.9", "0.6, 0.4"),
     "noise depends on the first decision": ("0.6, 0.4", "0.5, seven with 1/14 each"),
 }
-SECOND_CLAIM = {  # columns of the table of R9: what is measured
+CHANGES = {  # columns of R1's second table: what is measured
     "norm of π < 0.25, divided by π ≥ 0.75": "norm of π < 0.25 / norm of π ≥ 0.75",
     "change by step A − change by step B": "difference of the two updates",
 }
 FIRST_STEPS = {  # columns of the table of R8: what is measured
     "E_s[π]": "average π by the mean gradient",
     "E_v[π]": "average π by the squared norm",
-    "gain of AR's step, α = 0.3": "gain of AR α = 0.3, gradient descent",
-    "gain of Lopti's step": "gain of Lopti, gradient descent",
+    "first step of AR": "gain of AR α = 0.3, gradient descent",
+    "first step of Lopti": "gain of Lopti, gradient descent",
 }
 
 
@@ -238,6 +242,7 @@ def shown(found):
 
 
 def table(head, lines):
+    """Returns a table of Markdown."""
     rows = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *lines)]
     return "\n".join([rows[0], "|---" * len(head) + "|", *rows[1:]])
 
@@ -255,6 +260,11 @@ def names(*keys):
     return {key: key for key in keys}
 
 
+def of_frame(corner, frame):
+    """Returns a table of a pandas table of texts."""
+    return table([corner, *frame], frame.reset_index().to_numpy())
+
+
 def of_paper():
     accuracies = pandas.read_csv(FOLDER / "paper.csv", dtype=str)
     return table(list(accuracies), accuracies.to_numpy())
@@ -265,17 +275,17 @@ def gradient_norms():
     norms["text"] = (norms.gradient_norm + " ± " + norms.half_interval).fillna(norms.gradient_norm)
     wide = norms.pivot(index="tokens", columns="model", values="text")
     wide = wide.loc[norms.tokens.unique(), norms.model.unique()]
-    return table(["norm of the gradient (all tokens: 1)", *wide], wide.reset_index().to_numpy())
+    return of_frame("norm of the gradient (all tokens: 1)", wide)
 
 
-def first_steps(corner, columns, settings=None):
-    """A table of first_steps.csv; columns: {label: what is measured}. A gain is a percentage."""
+def first_steps(columns, settings=None):
+    """Returns a table of first_steps.csv, as texts; columns: {label: what is measured}."""
     steps = pandas.read_csv(FOLDER / "first_steps.csv", dtype=str)
     text = (steps.value + " ± " + steps.half_interval).str.replace("-", "−")
     steps["text"] = text.where(~steps.measured.str.contains("gain"), text + " %")
     wide = steps.pivot(index="model", columns="measured", values="text").fillna("–")
     wide = wide.loc[settings or list(steps.model.unique()), list(columns.values())]
-    return table([corner, *columns], wide.reset_index().to_numpy())
+    return wide.set_axis(list(columns), axis="columns")
 
 
 def kinds_of_tokens():
@@ -294,7 +304,7 @@ def kinds_of_tokens():
 def conditions():
     runs = pandas.read_csv(FOLDER / "runs.csv")
     lines = []
-    for label, comparison in SEVEN.items():
+    for comparison in SEVEN:
         of = runs[(runs.comparison == comparison) & ~runs.method.str.contains("half|long")]
         rates = ", ".join(f"{rate:.0e}" for rate in sorted(of.learning_rate.unique()))
         rates = rates.replace("e-0", "e-")
@@ -304,9 +314,18 @@ def conditions():
         [steps] = grpo.training_steps.unique()
         [optimizer] = grpo.optimizer.unique()
         accuracy = f"{grpo.training_accuracy.mean():.3f}"
-        lines.append([label, steps, seeds, f"{optimizer}, {rates}", accuracy])
+        lines.append([comparison, steps, seeds, f"{optimizer}, {rates}", accuracy])
     head = ["comparison", "training steps", "seeds (of AR)", "optimizer, learning rate or norm"]
     return table([*head, "GRPO's accuracy in training"], lines)
+
+
+def oracle(training, final):
+    lines = []
+    for comparison in SEVEN:
+        if (comparison, ORACLE) in final:
+            found = (training[comparison, ORACLE], final[comparison, ORACLE])
+            lines.append([comparison, *map(shown, found)])
+    return table([ORACLE, "in training", "final"], lines)
 
 
 def equal_kl(training):
@@ -329,14 +348,15 @@ def equal_kl(training):
 
 
 def of_r5(training, final):
-    found = {}  # {(model, pair and measure): Difference}
+    found = {}  # {(comparison, pair and measure): Difference}
     for (comparison, pair), each in training.items():
         found[comparison, f"{pair}, in training"] = each
     for (comparison, pair), each in final.items():
         found[comparison, f"{pair}, final"] = each
-    models = {name: f"{name}, puzzles" for name in ("bundled", "one-wording", "wordy")}
-    columns = [f"{ORDER}, in training", f"{ORDER}, final", f"{RANDOM}, in training"]
-    return grid("accuracy", models, names(*columns), found)
+    rows = names("bundled, puzzles", "one-wording, puzzles", "wordy, puzzles, fixed norm")
+    of_order = (f"{ORDER}, in training", f"{ORDER}, final")
+    of_split = (f"{RANDOM}, in training", f"{LONG}, in training")
+    return grid("accuracy", rows, names(*of_order, *of_split), found)
 
 
 def of_r6(training):
@@ -373,32 +393,18 @@ def of_r7(compared):
     return grid(f"minus GRPO, {compared}", rows, columns | names(SPLIT), found)
 
 
-def of_r10(training):
-    found = {}  # {(method, what it is compared with): Difference}
-    for (comparison, pair), each in training.items():
-        method, _, other = pair.partition(" − ")
-        found[method, f"{comparison} − {other}"] = each
-    columns = {
-        "wordy": "wordy, puzzles − GRPO",
-        "wordy, new seeds": "wordy, puzzles, new seeds − GRPO",
-        "wordy, minus long-step GRPO": "wordy, puzzles − long-step GRPO",
-        "bundled": "bundled, puzzles, fixed norm − GRPO",
-        "one-wording": "one-wording, puzzles, fixed norm − GRPO",
+def of_r8(training):
+    """What was measured before the training of a model, and what the training brought."""
+    trained = {
+        "one-wording": "one-wording, puzzles",
+        "SmolLM2": "SmolLM2, word problems",
+        "bundled": "bundled, puzzles",
+        "wordy": "wordy, puzzles, fixed norm",
     }
-    methods = ("AR, α = 0.3", "AR, α = 1", "unbiased AR, α = 1", "Lopti", "two-pass GRPO")
-    return grid("minus GRPO", names(*methods, "long-step GRPO"), columns, found)
-
-
-def of_r11(training, final):
-    found = {}  # {(pair, comparison and measure): Difference}
-    columns = []
-    for part in ("first", "second"):
-        for measure, each in (("in training", training), ("final", final)):
-            columns.append(f"{part}, {measure}")
-            for pair in OF_R11:
-                found[pair, columns[-1]] = each[f"SmolLM2, true or false, {part}", pair]
-    rows = names(*[pair for pair in OF_R11 if pair == SPLIT or pair.endswith("− GRPO")])
-    return grid("SmolLM2, true or false", rows, names(*columns), found)
+    frame = first_steps(FIRST_STEPS, list(trained))
+    for label, pair in (("training of AR", AR), ("training of Lopti", LOPTI)):
+        frame[label] = [shown(training.get((comparison, pair))) for comparison in trained.values()]
+    return of_frame("minus GRPO", frame)
 
 
 def gpu_step():
@@ -425,29 +431,29 @@ def tables():
     """Returns {name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
     training = of_runs("training_accuracy")
     final = of_runs("final_accuracy")
-    models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
     of_r2 = {share: f"{share}, π < 0.25" for share in shares}
-    toys = {"bundled": "bundled, puzzles", "one-wording": "one-wording, puzzles"}
+    held_out = [comparison for comparison in SEVEN if (comparison, LOPTI) in final]
     return {
         "paper": of_paper(),
-        "R1": gradient_norms(),
-        "R2, models": first_steps("π < 0.25", of_r2, models),
+        "R1, norms": gradient_norms(),
+        "R1, changes": of_frame("setting", first_steps(CHANGES)),
+        "R2, models": of_frame(
+            "π < 0.25", first_steps(of_r2, ["one-wording", "SmolLM2", "bundled", "wordy"])
+        ),
         "R2, kinds of tokens": kinds_of_tokens(),
         "R3, conditions": conditions(),
         "R3, final accuracy": grid(
-            "final accuracy", toys, names(AR, LOPTI, TWO_PASSES, SPLIT, BOTH), final
+            "final accuracy", names(*held_out), names(AR, LOPTI, TWO_PASSES, SPLIT, BOTH), final
         ),
+        "R3, oracle": oracle(training, final),
         "R4": equal_kl(training),
         "R5": of_r5(training, final),
         "R6": of_r6(training),
         "R7, tasks": tasks_of_r7(),
         "R7, at equal KL": of_r7("at equal KL"),
         "R7, at the best rates": of_r7("at the best rates"),
-        "R8": first_steps("first step", FIRST_STEPS, models),
-        "R9": first_steps("setting", SECOND_CLAIM),
-        "R10": of_r10(training),
-        "R11": of_r11(training, final),
+        "R8": of_r8(training),
         "GPU": gpu_step(),
     }
 
@@ -464,7 +470,7 @@ def comparisons():
         first, _, second = pair.partition(" − ")
         color = COLORS[first] if second == "GRPO" else "black"
         panel.axvline(0, color="#888888", linewidth=0.8, zorder=0)
-        for line, comparison in enumerate(SEVEN.values()):
+        for line, comparison in enumerate(SEVEN):
             each = found.get((comparison, pair))
             weight = "bold" if each and each.p < 0.05 else "normal"
             style = {"ha": "center", "size": 11, "weight": weight}
