@@ -32,6 +32,8 @@ PANELS = {  # title → name in metrics.jsonl; the legend stands after the secon
     "entropy, in nats": "entropy",
     "share of low-probability tokens": "low_probability_share",
 }
+# Elsewhere orange stands for low-probability tokens and blue for the others, so they are not here.
+COLORS = ["#009E73", "#555555", "#6A3D9A", "#8B5A2B", "#D65B98", "#A8A800", "#00B2B2", "#AAAAAA"]
 
 
 def read_run(path):
@@ -64,7 +66,8 @@ def draw(path, runs):
     look = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
     look |= {"font.size": 12, "axes.titlesize": "medium"}
     look |= {"svg.hashsalt": "lopti", "svg.fonttype": "none"}  # the same file each time
-    with plt.style.context(["petroff10", look], after_reset=True):  # whatever a caller has set
+    look |= {"axes.prop_cycle": plt.cycler(color=COLORS)}
+    with plt.style.context(look, after_reset=True):  # whatever a caller has set
         figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
         panels = [axes[0, 0], axes[0, 1], *axes[1]]
         for number, (label, (metrics, evaluations)) in enumerate(runs.items()):

@@ -120,8 +120,8 @@ CHANGES = {  # columns of R1's second table: what is measured
 FIRST_STEPS = {  # columns of the table of R8: what is measured
     "E_s[π]": "average π by the mean gradient",
     "E_v[π]": "average π by the squared norm",
-    "first step of AR": "gain of AR α = 0.3, gradient descent",
-    "first step of Lopti": "gain of Lopti, gradient descent",
+    "first step: AR − GRPO": "gain of AR α = 0.3, gradient descent",
+    "first step: Lopti − GRPO": "gain of Lopti, gradient descent",
 }
 
 
@@ -319,15 +319,6 @@ def conditions():
     return table([*head, "GRPO's accuracy in training"], lines)
 
 
-def oracle(training, final):
-    lines = []
-    for comparison in SEVEN:
-        if (comparison, ORACLE) in final:
-            found = (training[comparison, ORACLE], final[comparison, ORACLE])
-            lines.append([comparison, *map(shown, found)])
-    return table([ORACLE, "in training", "final"], lines)
-
-
 def equal_kl(training):
     steps = steps_of_r4()
     values = {}
@@ -402,9 +393,9 @@ def of_r8(training):
         "wordy": "wordy, puzzles, fixed norm",
     }
     frame = first_steps(FIRST_STEPS, list(trained))
-    for label, pair in (("training of AR", AR), ("training of Lopti", LOPTI)):
+    for label, pair in (("training: AR − GRPO", AR), ("training: Lopti − GRPO", LOPTI)):
         frame[label] = [shown(training.get((comparison, pair))) for comparison in trained.values()]
-    return of_frame("minus GRPO", frame)
+    return of_frame("model", frame)
 
 
 def gpu_step():
@@ -423,7 +414,8 @@ def gpu_step():
     lines = []
     for part, label in labels.items():
         row = parts.loc[part]
-        lines.append([label, f"{row.seconds:.0f}", f"{row.peak_GiB:.0f} GiB"])
+        gigabytes = row.peak_GiB * 2**30 / 10**9
+        lines.append([label, f"{row.seconds:.0f}", f"{gigabytes:.0f} GB"])
     return table(["part", "seconds", "peak memory of the tensors"], lines)
 
 
@@ -446,7 +438,6 @@ def tables():
         "R3, final accuracy": grid(
             "final accuracy", names(*held_out), names(AR, LOPTI, TWO_PASSES, SPLIT, BOTH), final
         ),
-        "R3, oracle": oracle(training, final),
         "R4": equal_kl(training),
         "R5": of_r5(training, final),
         "R6": of_r6(training),

@@ -1,7 +1,9 @@
 """Advantage Reweighting and Lopti as a subclass of TRL's GRPOTrainer; nothing in TRL is changed.
 
     pip install -r requirements.txt trl==1.16.0
-    python data/ports/trl_lopti.py --steps 2     # with the bundled model and puzzles
+    python data/ports/trl_lopti.py --steps 5      # trains the bundled model; writes it to runs/trl
+    python lopti.py --steps 0 --model runs/trl    # evaluates it
+    torchrun --nproc-per-node 2 data/ports/trl_lopti.py --steps 5 --output runs/trl-2
 
 For a training of your own see README.md here.
 """
