@@ -384,20 +384,6 @@ def of_r7(compared):
     return grid(f"minus GRPO, {compared}", rows, columns | names(SPLIT), found)
 
 
-def of_r8(training):
-    """What was measured before the training of a model, and what the training brought."""
-    trained = {
-        "one-wording": "one-wording, puzzles",
-        "SmolLM2": "SmolLM2, word problems",
-        "bundled": "bundled, puzzles",
-        "wordy": "wordy, puzzles, fixed norm",
-    }
-    frame = first_steps(FIRST_STEPS, list(trained))
-    for label, pair in (("training: AR − GRPO", AR), ("training: Lopti − GRPO", LOPTI)):
-        frame[label] = [shown(training.get((comparison, pair))) for comparison in trained.values()]
-    return of_frame("model", frame)
-
-
 def gpu_step():
     """Returns the guide's table of one training step on an H100."""
     measured = pandas.read_json(FOLDER / "gpu_h100.jsonl", lines=True)
@@ -423,6 +409,7 @@ def tables():
     """Returns {name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
     training = of_runs("training_accuracy")
     final = of_runs("final_accuracy")
+    models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
     of_r2 = {share: f"{share}, π < 0.25" for share in shares}
     held_out = [comparison for comparison in SEVEN if (comparison, LOPTI) in final]
@@ -430,9 +417,7 @@ def tables():
         "paper": of_paper(),
         "R1, norms": gradient_norms(),
         "R1, changes": of_frame("setting", first_steps(CHANGES)),
-        "R2, models": of_frame(
-            "π < 0.25", first_steps(of_r2, ["one-wording", "SmolLM2", "bundled", "wordy"])
-        ),
+        "R2, models": of_frame("π < 0.25", first_steps(of_r2, models)),
         "R2, kinds of tokens": kinds_of_tokens(),
         "R3, conditions": conditions(),
         "R3, final accuracy": grid(
@@ -444,7 +429,7 @@ def tables():
         "R7, tasks": tasks_of_r7(),
         "R7, at equal KL": of_r7("at equal KL"),
         "R7, at the best rates": of_r7("at the best rates"),
-        "R8": of_r8(training),
+        "R8": of_frame("before training", first_steps(FIRST_STEPS, models)),
         "GPU": gpu_step(),
     }
 
