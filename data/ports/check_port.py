@@ -14,13 +14,16 @@ The exit code is 0 for a correct port and 1 for a faulty one.
 """
 
 import argparse
+import contextlib
 import copy
 import functools
 import importlib
 import inspect
+import io
 import itertools
 import json
 import math
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -402,12 +405,21 @@ def main(words=None):
         function = getattr(module, function_name) if function_name else None
     except (ModuleNotFoundError, AttributeError) as problem:
         parser.error(f"{flags.port}: {problem}; give the name of a module here and of its function")
+    if os.environ.get("RANK", "0") == "0":
+        return check(module, function, flags.model)
+    with contextlib.redirect_stdout(io.StringIO()):  # of the processes of torchrun one prints,
+        check(module, function, flags.model)
+    return 0  # and returns the exit code
+
+
+def check(module, function, is_model):
+    """Returns the exit code of one of the three levels."""
     if function is None:
         missing = [name for name in FUNCTIONS if not hasattr(module, name)]
         if missing:
             print(f"Not found: {', '.join(missing)}.")
         return check_functions(module)
-    return check_model_update(function) if flags.model else check_update(function)
+    return check_model_update(function) if is_model else check_update(function)
 
 
 if __name__ == "__main__":

@@ -288,6 +288,9 @@ def test_check_port_as_a_command(monkeypatch, capsys, tmp_path):
         capsys.readouterr()
         assert check_port.main([port]) == 1
         assert sentence in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1")  # under torchrun only the first process reports
+    assert check_port.main(["broken_port"]) == 0
+    assert capsys.readouterr().out == ""
     with pytest.raises(SystemExit, match="2"):
         check_port.main(["no_port:update"])
     assert "No module named 'no_port'" in capsys.readouterr().err
