@@ -74,7 +74,7 @@ MISTAKES = read_mistakes()
 CHOICES = [name for name in MISTAKES if name.startswith("a choice: ")]
 
 
-def port_with(names):
+def source_with(names):
     """Returns the example port with these changes, or None where two change the same line."""
     source = EXAMPLE
     for name in names:
@@ -82,15 +82,25 @@ def port_with(names):
             if source.count(f"\n{text}\n") != 1:
                 return None
             source = source.replace(f"\n{text}\n", f"\n{instead}\n")
+    return source
+
+
+def port_with(names):
+    """Returns the functions of the example port with these changes."""
     port = {}
-    exec(source, port)  # noqa: S102
+    exec(source_with(names), port)  # noqa: S102
     return SimpleNamespace(**port)
 
 
+def agree(a, b, tolerance=TOLERANCE):
+    """Says whether two tensors are equal up to rounding; NaN agrees with NaN only."""
+    return bool((((a - b).abs() < tolerance) | (a.isnan() & b.isnan())).all())
+
+
 def first_wrong(values, others, tolerance=TOLERANCE):
-    """Returns the number of the first tensor that differs (NaN does), or infinity if none does."""
+    """Returns the number of the first tensor that differs, or infinity if none does."""
     for number, (a, b) in enumerate(itertools.zip_longest(values, others)):
-        if a is None or b is None or not (a - b).abs().max() < tolerance:
+        if a is None or b is None or not agree(a, b, tolerance):
             return number
     return math.inf
 
@@ -106,14 +116,18 @@ def sets_of_choices():
     return itertools.chain(*[itertools.combinations(CHOICES, count) for count in counts])
 
 
-def choices_show(right, simulate, number):
-    return first_wrong(simulate(tuple(CHOICES), number), right) < math.inf
+def choices_show(mistakes, simulate, number):
+    """Says whether a choice makes a difference in a case, beside these mistakes."""
+    choices = tuple(name for name in CHOICES if source_with((*mistakes, name)))
+    return (
+        first_wrong(simulate((*mistakes, *choices), number), simulate(mistakes, number)) < math.inf
+    )
 
 
 def closest(values, right, simulate, number):
     """Returns what a right port gives in a case, with the choices that come closest to `values`."""
     results = [right]
-    if first_wrong(values, right) < math.inf and choices_show(right, simulate, number):
+    if first_wrong(values, right) < math.inf and choices_show((), simulate, number):
         results += [simulate(choices, number) for choices in sets_of_choices()]
     return min(results, key=functools.partial(largest_error, values))
 
@@ -140,13 +154,21 @@ def explain(found, right, simulate, source, with_pairs=False):
         limit = 10 * TOLERANCE if shows else TOLERANCE  # rounding grows where steps are wrong
         return first_wrong(found[number], values, limit)
 
-    def explains(tried, numbers):
-        return port_with(tried) and all(agreement(tried, i) == math.inf for i in numbers)
+    def explanation(tried):
+        """Returns mistakes and the fewest choices that explain all cases together, or None."""
+        sets = [choices for choices in sets_of_choices() if source_with(tried + choices)]
+        for number in numbers:
+            if choices_show(tried, simulate, number):
+                sets = [each for each in sets if agreement(tried + each, number) == math.inf]
+            elif agreement(tried, number) < math.inf:
+                return None
+            if not sets:
+                return None
+        return tried + sets[0]
 
-    # Mistakes are told apart in the cases in which no choice shows, and choices in the others. The
-    # case that is wrong from its beginning comes first: it rules out most mistakes the soonest.
+    # The case that is wrong from its beginning comes first: it rules out most mistakes the soonest.
     numbers = sorted(range(len(found)), key=wrong.__getitem__)
-    plain = [number for number in numbers if not choices_show(right[number], simulate, number)]
+    plain = [number for number in numbers if not choices_show((), simulate, number)]
 
     def pairs():
         """Returns pairs of mistakes, one of which explains more optimizer steps than most do."""
@@ -159,11 +181,9 @@ def explain(found, right, simulate, source, with_pairs=False):
 
     singles = [(), *((name,) for name in mistakes)]
     for tried in itertools.chain(singles, pairs() if with_pairs else []):
-        if explains(tried, plain):
-            for choices in sets_of_choices():
-                explanation = tried + choices
-                if explanation and explains(explanation, numbers):
-                    return explanation
+        names = explanation(tried) if source_with(tried) else None
+        if names:
+            return names
     return None
 
 

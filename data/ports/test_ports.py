@@ -42,6 +42,7 @@ def mistakes_in(source):
 HALVED = "detail 3: the loss is divided by 2 once more, the number of"
 LEVEL_1 = mistakes_in(EXAMPLE.partition("def run_passes(")[0])
 LEVEL_2 = mistakes_in(EXAMPLE.partition("def update_model(")[0])
+N_OF_PASS, EMPTY_PASS, *_ = LEVEL_2
 
 
 def changed_port(*changes):
@@ -116,6 +117,8 @@ def test_level_2_names_each_mistake(mistake, capsys):
     right_code_and_lines = (1, [f"Wrong: {mistake}"])
     if mistake.startswith(HALVED):  # where the scale shows, there are two mini-batches
         right_code_and_lines = (1, [f"Wrong: {HALVED} mini-batches or of processes"])
+    if mistake == EMPTY_PASS:  # where a pass has no token, no step is made of NaN, either
+        right_code_and_lines = (1, [f"Wrong: {N_OF_PASS}"])
     if mistake in CHOICES:
         right_code_and_lines = (0, ["Right.", mistake])
     if mistake == PI_EQUALS_ETA:  # no table has such a token: rounding would decide
@@ -159,6 +162,14 @@ def test_level_2_names_two_mistakes_and_choices(knows, capsys):
     code, lines = checked(port.update, capsys)
     assert code == 1
     assert sorted(lines) == sorted([f"Wrong: {mistake}" for mistake in mistakes] + choices)
+
+
+@pytest.mark.parametrize("mistake", [EMPTY_PASS, "η is compared with log π, not with π"])
+def test_level_2_names_a_mistake_that_makes_choices_show(mistake, knows, capsys):
+    """It empties a pass, or gives NaN there: then a step without a gradient makes a difference."""
+    port = check_port.port_with([mistake, *CHOICES])
+    knows([LEVEL_2[0], mistake, *CHOICES])
+    assert checked(port.update, capsys) == (1, [f"Wrong: {mistake}", *CHOICES])
 
 
 DECAY = 'weight_decay=case["weight_decay"]'
