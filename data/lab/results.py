@@ -97,7 +97,8 @@ SECTIONS = {  # group: {comparison: differences}, corrected together in each mea
     "true or false, first": {"SmolLM2, true or false, first": OF_TRUE_OR_FALSE},
     "true or false, second": {"SmolLM2, true or false, second": OF_TRUE_OR_FALSE},
 }
-SEVEN = [  # the comparisons of the first picture
+METHODS = ["GRPO", "AR, α = 0.3", "Lopti", "two-pass GRPO"]  # of the first picture
+SEVEN = [  # its comparisons
     "bundled, puzzles",
     "bundled, puzzles, new seeds",
     "one-wording, puzzles",
@@ -305,7 +306,7 @@ def conditions():
     runs = pandas.read_csv(FOLDER / "runs.csv")
     lines = []
     for comparison in SEVEN:
-        of = runs[(runs.comparison == comparison) & ~runs.method.str.contains("half|long")]
+        of = runs[(runs.comparison == comparison) & runs.method.isin(METHODS)]
         rates = ", ".join(f"{rate:.0e}" for rate in sorted(of.learning_rate.unique()))
         rates = rates.replace("e-0", "e-")
         grpo = of[of.method == "GRPO"]
