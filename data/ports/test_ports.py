@@ -42,7 +42,7 @@ def mistakes_in(source):
 HALVED = "detail 3: the loss is divided by 2 once more, the number of"
 LEVEL_1 = mistakes_in(EXAMPLE.partition("def run_passes(")[0])
 LEVEL_2 = mistakes_in(EXAMPLE.partition("def update_model(")[0])
-N_OF_PASS, EMPTY_PASS, *_ = LEVEL_2
+N_OF_PASS, EMPTY_PASS, *_ = check_port.MISTAKES
 
 
 def changed_port(*changes):
