@@ -1722,7 +1722,7 @@ def test_what_guide_says_on_csv_and_json(folder):
     guide = page.partition("\n## Converting data\n")[2]
     csv_lines = re.search("```python\n(.*?)```", guide, re.DOTALL)[1]
     [read_csv] = re.findall("rows = pandas.read_csv.*", csv_lines)
-    [read_json] = re.findall("# or.*(rows = pandas.read_json.*)", csv_lines)
+    [read_json] = re.findall("# or.*(rows = pandas.DataFrame.*)", csv_lines)
     json_lines = csv_lines.replace(read_csv, read_json)
     (folder / "my.csv").write_text('problem,answer\nHow many?,None\nAgent?,007\n"1, 2?",NA\n')
     (folder / "my.json").write_text(json.dumps([chat(), ROW]))

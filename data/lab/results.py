@@ -52,6 +52,7 @@ TWO_PASSES = "two-pass GRPO − GRPO"
 SPLIT = "Lopti − two-pass GRPO"
 ORDER = "Lopti − reversed Lopti"
 RANDOM = "Lopti − random split"
+ALONE = ["first pass alone − GRPO", "second pass alone − GRPO"]
 HALF_RATE = ["Lopti, half the rate − GRPO", "two-pass GRPO, half the rate − GRPO"]
 LONG = "Lopti − long-step GRPO"
 LONG_STEPS = [
@@ -87,6 +88,7 @@ SECTIONS = {  # group: {comparison: differences}, corrected together in each mea
         "bundled, puzzles": [ORDER, RANDOM],
         "wordy, puzzles, fixed norm": [ORDER, RANDOM],
     },
+    "R5, one pass alone": {"bundled, puzzles": ALONE},
     "R6": {"bundled, puzzles": OF_R6},
     "fixed norm": {
         "wordy, puzzles, fixed norm": [AR, AR_1, UNBIASED_1, LOPTI, TWO_PASSES, SPLIT, *LONG_STEPS],
@@ -351,6 +353,14 @@ def of_r5(training, final):
     return grid("accuracy", rows, names(*of_order, *of_split), found)
 
 
+def one_pass_alone(training, final):
+    lines = []
+    for pair in ALONE:
+        found = (training["bundled, puzzles", pair], final["bundled, puzzles", pair])
+        lines.append([pair, *map(shown, found)])
+    return table(["bundled, puzzles", "in training", "final"], lines)
+
+
 def of_r6(training):
     found = {}  # {(pair without α, α): Difference}
     for (comparison, pair), each in training.items():
@@ -426,6 +436,7 @@ def tables():
         ),
         "R4": equal_kl(training),
         "R5": of_r5(training, final),
+        "R5, one pass alone": one_pass_alone(training, final),
         "R6": of_r6(training),
         "R7, tasks": tasks_of_r7(),
         "R7, at equal KL": of_r7("at equal KL"),
