@@ -45,7 +45,6 @@ LOOK = {  # of the picture
 AR = "AR, α = 0.3 − GRPO"
 AR_1 = "AR, α = 1 − GRPO"
 UNBIASED_1 = "unbiased AR, α = 1 − GRPO"
-ORACLE = "oracle − GRPO"
 BOTH = "AR + Lopti − GRPO"
 LOPTI = "Lopti − GRPO"
 TWO_PASSES = "two-pass GRPO − GRPO"
@@ -71,8 +70,9 @@ OF_R6 = [
     "unbiased AR, α = 0.6 − AR, α = 0.6",
     "unbiased AR, α = 1 − AR, α = 1",
 ]
-OF_TRUE_OR_FALSE = [
-    *[ORACLE, AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT],
+OF_TRUE_OR_FALSE = [AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT]
+OF_TRUE_OR_FALSE += [
+    "oracle − GRPO",  # GRPO on the only word that earns reward
     "oracle − two-pass GRPO",
     "AR, α = 0.3 − two-pass GRPO",
     "unbiased AR, α = 1 − two-pass GRPO",
