@@ -341,24 +341,14 @@ def equal_kl(training):
     return table([*head, "KL at the end"], lines)
 
 
-def of_r5(training, final):
-    found = {}  # {(comparison, pair and measure): Difference}
+def of_r5(training, final, comparisons, columns):
+    """Returns a table; a column is a pair of methods, a comma, and *in training* or *final*."""
+    found = {}  # {(comparison, column): Difference}
     for (comparison, pair), each in training.items():
         found[comparison, f"{pair}, in training"] = each
     for (comparison, pair), each in final.items():
         found[comparison, f"{pair}, final"] = each
-    rows = names("bundled, puzzles", "one-wording, puzzles", "wordy, puzzles, fixed norm")
-    of_order = (f"{ORDER}, in training", f"{ORDER}, final")
-    of_split = (f"{RANDOM}, in training", f"{LONG}, in training")
-    return grid("accuracy", rows, names(*of_order, *of_split), found)
-
-
-def one_pass_alone(training, final):
-    lines = []
-    for pair in ALONE:
-        found = (training["bundled, puzzles", pair], final["bundled, puzzles", pair])
-        lines.append([pair, *map(shown, found)])
-    return table(["bundled, puzzles", "in training", "final"], lines)
+    return grid("accuracy", names(*comparisons), names(*columns), found)
 
 
 def of_r6(training):
@@ -423,6 +413,12 @@ def tables():
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
     of_r2 = {share: f"{share}, π < 0.25" for share in shares}
+    three_models = ["bundled, puzzles", "one-wording, puzzles", "wordy, puzzles, fixed norm"]
+    of_split = [f"{ORDER}, in training", f"{ORDER}, final"]
+    of_split += [f"{RANDOM}, in training", f"{LONG}, in training"]
+    of_passes = []
+    for pair in ALONE:
+        of_passes += [f"{pair}, in training", f"{pair}, final"]
     held_out = [comparison for comparison in SEVEN if (comparison, LOPTI) in final]
     return {
         "paper": of_paper(),
@@ -435,8 +431,8 @@ def tables():
             "final accuracy", names(*held_out), names(AR, LOPTI, TWO_PASSES, SPLIT, BOTH), final
         ),
         "R4": equal_kl(training),
-        "R5": of_r5(training, final),
-        "R5, one pass alone": one_pass_alone(training, final),
+        "R5": of_r5(training, final, three_models, of_split),
+        "R5, one pass alone": of_r5(training, final, ["bundled, puzzles"], of_passes),
         "R6": of_r6(training),
         "R7, tasks": tasks_of_r7(),
         "R7, at equal KL": of_r7("at equal KL"),

@@ -119,9 +119,8 @@ def sets_of_choices():
 def choices_show(mistakes, simulate, number):
     """Says whether a choice makes a difference in a case, beside these mistakes."""
     choices = tuple(name for name in CHOICES if source_with((*mistakes, name)))
-    return (
-        first_wrong(simulate((*mistakes, *choices), number), simulate(mistakes, number)) < math.inf
-    )
+    with_choices = simulate((*mistakes, *choices), number)
+    return first_wrong(with_choices, simulate(mistakes, number)) < math.inf
 
 
 def closest(values, right, simulate, number):
@@ -425,11 +424,11 @@ def main(words=None):
         function = getattr(module, function_name) if function_name else None
     except (ModuleNotFoundError, AttributeError) as problem:
         parser.error(f"{flags.port}: {problem}; give the name of a module here and of its function")
-    if os.environ.get("RANK", "0") == "0":
-        return check(module, function, flags.model)
-    with contextlib.redirect_stdout(io.StringIO()):  # of the processes of torchrun one prints,
-        check(module, function, flags.model)
-    return 0  # and returns the exit code
+    if os.environ.get("RANK", "0") != "0":  # of torchrun's processes only the first one reports
+        with contextlib.redirect_stdout(io.StringIO()):
+            check(module, function, flags.model)
+        return 0
+    return check(module, function, flags.model)
 
 
 def check(module, function, is_model):
