@@ -1297,8 +1297,7 @@ EQUAL = r"""
 0.00001 | 1e-05 | 1.0e-05
 3/4 | \frac{3}{4} | .75 | \dfrac 3 4 | \tfrac34 | \left(\frac{3}{4}\right) | \frac3{4}
 -\frac73 | \frac{-7}{3} | -7/3 | -2\frac{1}{3} | -2 1/3 | −2\frac13 | –2\frac13
-\frac\pi2 | \frac{\pi}{2} | \frac{\pi}2 | \frac{\pi} 2
-\sqrt\frac34 | \sqrt\frac{3}{4}
+\frac\pi2, \sqrt\frac34 | \frac{\pi}{2}, \sqrt\frac{3}{4} | \frac{\pi} 2, \sqrt\frac34
 1234567 | 1,234,567 | 1{,}234{,}567 | 1,\! 234,\!567 | \(1,234,567\) | \$1,234,567 | x = 1,234,567
 1234, 1 | 1,234, 1
 25,100,55 | 25, 100, 55 | 100,55,25
@@ -1307,8 +1306,7 @@ EQUAL = r"""
 10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
 5 inches | 5 inch | 5 | x = 5 | \theta = 5 | f(x) = 5
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
-864 \mbox{ inches}^2 | 864 | 864 inches^2 | 864 \text{ inches}^{2}
-15 | 15\text{ cm}^2 | 15 cm^2
+864 \mbox{ inches}^2 | 864 | x = 864 inches^2 | 864 \text{ inches}^{2}
 144 \mbox{ m}^3 | 144 | 144 m^3
 2.5 \mathrm{~m} | 2.5 | 2.5 m | 2.5\text{ m} | \frac52
 8\sqrt3 \text { square feet}. | 8\sqrt{3} | 8\sqrt{3}\text{ square feet}
@@ -1325,18 +1323,14 @@ f^{-1}(x) = x + 2 | x + 2
 2\text{ trillion} | 2000 billion | 2,000,000 million | 20 hundred billion | 2000000000 thousand
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
-(1,2), (3,0.5) | (3,\frac12), (1,2)
-[0, 0.5) | [0, \frac{1}{2})
+[1,2), (3,0.5) | (3,\frac12), [1,2) | (3,.5), [1.0,2)
 yes | Yes | \text{Yes}
-x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
-2^\pi, 2^{10}y | 2^{\pi}, 2^10y | 2^ \pi, 2^ 10 y
+2^\pi, 2^{10}y, e^{-x}, 2^{0.5} | 2^{\pi}, 2^10y, e^-x, 2^0.5 | 2^ \pi, 2^ 10 y, e^{-x}, 2^.5
 2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
-e^{-x}, 2^{0.5} | e^-x, 2^0.5
-\log 2 + \pi 3 | \log2+\pi3
+\log 2 + \pi 3, x^2 + 2x\sqrt3 | \log2+\pi3, x^{2}+2 x \sqrt{3}
 \operatorname{lcm}(a,b) | \text{lcm}(a, b)
 \sin^2 3x, \log_2 8 | \sin^23x, \log_28 | \sin^{2}3x, \log_{2}8
-x \le 3 \le y | x ≤ 3 \leq y | x \leqslant 3 \le y
-y \geq 3 \ge x | y≥3≥x | y \geqslant 3 \geq x
+x \le 3, y \ge 3 | x \leq 3, y \geq 3 | x ≤ 3, y≥3 | x \leqslant 3, y \geqslant 3
 1 < x < 5 | 1 \lt x \lt 5 | 1<x<+5
 x > 5, y \ne 5 | x \gt 5, y \neq 5 | x > 5, y ≠ 5 | x>5, y \not= 5
 [1,+\infty) | [1,\infty) | [+1, +\infty)
@@ -1367,7 +1361,8 @@ Ca^{+2} | Ca^2
 0.12 | 0.1,200
 1 | 1\% | 100\%
 5 | 5 time person book | 5 cm kg | 5\text{ is wrong} | 5 squared | 5 square | 5 xy | 5:00
-25 | x^2 = 25 | \log x = 25 | \log(x) = 25 | x \cdot 5 = 25 | x(x+1) = 25 | \text{half of it} = 25
+25 | x^2 = 25 | e^x = 25 | xy = 25 | \log x = 25 | \log(x) = 25 | x \cdot 5 = 25 | x(x+1) = 25
+25 | \text{half of it} = 25 | P(1+r) = 25
 5\text{ cm} | 5 km | 5 square cm | 5 cm per hour | 5 cm^2
 45\text{ mph} | 45 km | 45x | 46 mph | 46
 2\mathrm{i} | 2
@@ -1376,9 +1371,7 @@ Ca^{+2} | Ca^2
 y = 5 | x = 5 | 2y = 5 | y < 5 | y = 7 = 5
 x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
 n = 3k | 3
-xy = 4 | 4 | x = 4
-x y = 4 | 4
-e^x = 25 | 25
+x y = 4 | 4 | x = 4
 y^2 = 4x | 4x
 x + 2y = 5 | 5
 (1, 2) | (2, 1) | \{1, 2\} | 1, 2 | [1, 2] | (1, 2] | (1, 2, 2)
@@ -1639,7 +1632,7 @@ def test_a_model_without_a_tokenizer_is_told(tmp_path):
 
 
 LENGTH = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
-WORKING = {**ROW, "answer": "We see that 90 + 90 = 180, and so the answer is 180."}
+WORKING = {**ROW, "answer": r"We add the two, and so the answer is $\boxed 2$."}
 OTHERS = {**ROW, "image": "x.png", "level": 3}
 USED_AS_IS = "1 of 1 rows used; prompts are used as they are, and the reward looks for "
 JOINED = "; the model has no chat template, so messages are joined"
@@ -1672,12 +1665,9 @@ def test_one_line_tells_what_becomes_of_the_rows(
 
 def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
     """A model writes 98 for the solution $98$; that the solution matches itself is not enough."""
-    good = [r"So $\boxed{\[ 98 \]}$.", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"]
-    good += [r"\boxed{0.5}, or $\boxed{\frac12}$", "5 square feet per minute"]
-    for solution in good:
+    for solution in (r"\boxed{98} \boxed{\[98\]}", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"):
         assert rewards.is_gradable(solution, "math"), solution
-    bad = [r"\$\frac23 \approx \$0.67", r"\frac{1}{2", "", r"Either \boxed{1} or \boxed{2}."]
-    for solution in [*bad, WORKING["answer"], r"We get $x=2$, and so the answer is $\boxed 2$."]:
+    for solution in (r"\$\frac23 \approx \$0.67", r"\frac{1}{2", r"\boxed{1} or \boxed{2}", ""):
         assert not rewards.is_gradable(solution, "math"), solution
 
 
