@@ -1294,10 +1294,10 @@ def test_the_solution_of_a_puzzle():
 EQUAL = r"""
 11 | 11.0 | 011 | +11 | (11) | 11. | $11$ | \text{11} | {11} | \( 11 \) | \mathrm{11} | \[ 11 \]
 11 | \mbox{11} | \textbf{11} | \mathbf{11} | **11** | ~11
+0.00001 | 1e-05 | 1.0e-05
 3/4 | \frac{3}{4} | .75 | \dfrac 3 4 | \tfrac34 | \left(\frac{3}{4}\right) | \frac3{4}
 -\frac73 | \frac{-7}{3} | -7/3 | -2\frac{1}{3} | -2 1/3 | −2\frac13 | –2\frac13
-\frac\pi2 | \frac{\pi}{2} | \frac{\pi}2 | \frac{\pi} 2
-\sqrt\frac34 | \sqrt\frac{3}{4}
+\frac\pi2, \sqrt\frac34 | \frac{\pi}{2}, \sqrt\frac{3}{4} | \frac{\pi} 2, \sqrt\frac34
 1234567 | 1,234,567 | 1{,}234{,}567 | 1,\! 234,\!567 | \(1,234,567\) | \$1,234,567 | x = 1,234,567
 1234, 1 | 1,234, 1
 25,100,55 | 25, 100, 55 | 100,55,25
@@ -1306,15 +1306,14 @@ EQUAL = r"""
 10 | 10\ \text{cm} | 10 cm | 10cm | x = 10\text{ cm} | 10 inches | 10 square feet | 10\text{ ways}
 5 inches | 5 inch | 5 | x = 5 | \theta = 5 | f(x) = 5
 x = \frac12\text{ hour} | 0.5 hours | 0.5 | x=0.50
-864 \mbox{ inches}^2 | 864 | 864 inches^2 | 864 \text{ inches}^{2}
-15 | 15\text{ cm}^2 | 15 cm^2
+864 \mbox{ inches}^2 | 864 | x = 864 inches^2 | 864 \text{ inches}^{2}
 144 \mbox{ m}^3 | 144 | 144 m^3
 2.5 \mathrm{~m} | 2.5 | 2.5 m | 2.5\text{ m} | \frac52
 8\sqrt3 \text { square feet}. | 8\sqrt{3} | 8\sqrt{3}\text{ square feet}
 x = 1, y = 2 | y = 2, x = 1 | x = 1 \text{ and } y = 2
 x = 2 \text{ or } x = -3 | x=2, x=-3 | 2, -3 | x = -3, 2 | x = 2 \text{ and } x = -3
 (x,y) = (2,3) | (2,3) | (x, y) = (2, 3)
-55 | \text{Area} = 55 | f(g(x)) = 55 | P(X > 3) = 55 | f^{-1}(3) = 55 | a_{n+1} = 55 | xy = 55
+55 | \text{Area} = 55 | f(g(x)) = 55 | P(X > 3) = 55 | f^{-1}(3) = 55 | a_{n+1} = 55 | F_Y(-3) = 55
 \angle ABC = 55^\circ | 55 | 55^\circ | \angle ABC = 55
 S_{10} = 55 | 55 | S_10 = 55 | S _{10} = 55.0
 f^{-1}(x) = x + 2 | x + 2
@@ -1324,26 +1323,18 @@ f^{-1}(x) = x + 2 | x + 2
 2\text{ trillion} | 2000 billion | 2,000,000 million | 20 hundred billion | 2000000000 thousand
 \{1, 2, 3\} | 3,1,2 | 1, 2, \text{ and } 3 | 1; 2; 3 | 1 or 2 or 3 | \{3.0,2,1\} | {1,2,3}
 (1, 2) | (1,\ 2) | \left( 1,\, 2.0 \right) | ( 1, 2 )
-(1,2), (3,0.5) | (3,\frac12), (1,2)
-[0, 0.5) | [0, \frac{1}{2})
+[1,2), (3,0.5) | (3,\frac12), [1,2) | (3,.5), [1.0,2)
 yes | Yes | \text{Yes}
-x^2 + 2x\sqrt3 | x^{2}+2 x \sqrt{3}
-2^\pi | 2^{\pi}
-2^{10}y | 2^10y | 2^ 10 y
+2^\pi, 2^{10}y, e^{-x}, 2^{0.5} | 2^{\pi}, 2^10y, e^-x, 2^0.5 | 2^ \pi, 2^ 10 y, e^{-x}, 2^.5
 2 \cdot 10^{-3} | 2 \times 10^-3 | 2×10^−3
-e^{-x}, 2^{0.5} | e^-x, 2^0.5
-\log_2 8 | \log_28 | \log_{2}8
-\log 2 + \pi 3 | \log2+\pi3
+\log 2 + \pi 3, x^2 + 2x\sqrt3 | \log2+\pi3, x^{2}+2 x \sqrt{3}
 \operatorname{lcm}(a,b) | \text{lcm}(a, b)
-\sin^2 3x | \sin^23x | \sin^{2}3x
-x \le 3 \le y | x ≤ 3 \leq y | x \leqslant 3 \le y
-y \geq 3 \ge x | y≥3≥x | y \geqslant 3 \geq x
+\sin^2 3x, \log_2 8 | \sin^23x, \log_28 | \sin^{2}3x, \log_{2}8
+x \le 3, y \ge 3 | x \leq 3, y \geq 3 | x ≤ 3, y≥3 | x \leqslant 3, y \geqslant 3
 1 < x < 5 | 1 \lt x \lt 5 | 1<x<+5
-x > 5 | x \gt 5
-x \ne 5 | x \neq 5 | x ≠ 5 | x \not= 5
+x > 5, y \ne 5 | x \gt 5, y \neq 5 | x > 5, y ≠ 5 | x>5, y \not= 5
 [1,+\infty) | [1,\infty) | [+1, +\infty)
-\emptyset | \varnothing
-\binom{4}{2} | \dbinom{4}{2}
+\emptyset, \binom{4}{2} | \varnothing, \dbinom{4}{2}
 (1, 2) | \bigl( 1, 2 \bigr) | \Big(1,2\Big) | \color{blue}(1,2)
 12 | \large 12 | {\Large 12} | \boldsymbol{12} | \underline{12} | \color{red} 12 | \bf{12}
 12 | \textcolor{red}{12} | \color{red}{12} | \textbf{\text{12}} | x = \color{red}{12}\text{ cm}
@@ -1357,8 +1348,9 @@ DIFFERENT = r"""
 0 | x - y = 0 | x^3 - x = 0 | x != 0 | x \not= 0
 Ca^{+2} | Ca^2
 4\text{ million} | 4 | 4 thousand | 40000 | 4 million million
-2\text{ thirds} | 2
-3\text{ hours and 20 minutes} | 3
+2\text{ fifths} | 2
+3\text{ hours and twenty minutes} | 3
+3\text{ hours 20 minutes} | 3
 \frac73 | -2\frac13 | 2\frac{-1}{3} | 2 2/6 | 1 4/3 | 2 1/0
 1024 | 1024... | 1024..
 5.5 | 5 0.5 | 5 .5 | 5 1/2.0
@@ -1369,19 +1361,24 @@ Ca^{+2} | Ca^2
 0.12 | 0.1,200
 1 | 1\% | 100\%
 5 | 5 time person book | 5 cm kg | 5\text{ is wrong} | 5 squared | 5 square | 5 xy | 5:00
+25 | x^2 = 25 | e^x = 25 | xy = 25 | \log x = 25 | \log(x) = 25 | x \cdot 5 = 25 | x(x+1) = 25
+25 | \text{half of it} = 25 | P(1+r) = 25
 5\text{ cm} | 5 km | 5 square cm | 5 cm per hour | 5 cm^2
 45\text{ mph} | 45 km | 45x | 46 mph | 46
 2\mathrm{i} | 2
+2\mathrm{~i} | 2
+2\mathrm{AB} | 2
 y = 5 | x = 5 | 2y = 5 | y < 5 | y = 7 = 5
 x=1, y=2 | 2, 1 | 1, 2 | x=2, y=1 | (1, 2)
 n = 3k | 3
-xy = 4 | 4
+x y = 4 | 4 | x = 4
 y^2 = 4x | 4x
 x + 2y = 5 | 5
 (1, 2) | (2, 1) | \{1, 2\} | 1, 2 | [1, 2] | (1, 2] | (1, 2, 2)
 1, 1, 2 | 1, 2, 2 | 1, 2
 \{1,2\}\setminus\{3,4\} | \{4,2\}\setminus\{3,1\}
-x \le 1 \text{ or } x \ge 2 | x \le 1 \text{ and } x \ge 2
+x \le 1 \text{ or } x = 2 | x \le 1 \text{ and } x = 2
+x \in A \text{ or } x \in B | x \in A \text{ and } x \in B
 ABC | abc
 \frac{1}{23} | \frac{1}{2}3 | \frac123
 \{\} | | \,
@@ -1417,9 +1414,10 @@ def test_the_last_box():
 def test_math_reward_takes_chats_worked_solutions_and_numbers():
     chat = [{"content": r"\boxed{9}"}, {"content": r"\boxed{4}"}]  # its last message counts
     proof = "9" * 301  # too long to be an answer
-    responses = [chat, r"\boxed{9}", r"\boxed{4}", "4", None, r"\boxed{}", rf"\boxed{{{proof}}}"]
-    solutions = ["4", r"So $\boxed{9}$.", 4, "4", "4", "", proof]
-    assert rewards.math_reward(responses, solutions, level=[1] * 7) == [1, 1, 1, 0, 0, 0, 0]
+    boxes = ["9", "4", "0.00001", "1" + "0" * 20, "", proof]
+    responses = [chat, *(rf"\boxed{{{box}}}" for box in boxes), "4", None]
+    solutions = ["4", r"So $\boxed{9}$.", 4, 1e-05, 1e20, "", proof, "4", "4"]
+    assert rewards.math_reward(responses, solutions, level=[1] * 9) == [1] * 5 + [0] * 4
     for solution in (None, ["none"], {}):
         with pytest.raises(rewards.UserError, match="must be a text or a number"):
             rewards.math_reward([r"\boxed{none}"], [solution])
@@ -1634,7 +1632,7 @@ def test_a_model_without_a_tokenizer_is_told(tmp_path):
 
 
 LENGTH = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
-WORKING = {**ROW, "answer": "We see that. " * 99}
+WORKING = {**ROW, "answer": r"We add the two, and so the answer is $\boxed 2$."}
 OTHERS = {**ROW, "image": "x.png", "level": 3}
 USED_AS_IS = "1 of 1 rows used; prompts are used as they are, and the reward looks for "
 JOINED = "; the model has no chat template, so messages are joined"
@@ -1667,9 +1665,9 @@ def test_one_line_tells_what_becomes_of_the_rows(
 
 def test_a_solution_is_gradable_if_what_a_model_would_write_is_rewarded():
     """A model writes 98 for the solution $98$; that the solution matches itself is not enough."""
-    for solution in (r"So $\boxed{\[ 98 \]}$.", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"):
+    for solution in (r"\boxed{98} \boxed{\[98\]}", r"\$32,\!348", r"45\text{ mph}", r"1 \\[2pt] 2"):
         assert rewards.is_gradable(solution, "math"), solution
-    for solution in (r"\$\frac23 \approx \$0.67", r"\frac{1}{2", "We see that. " * 99, ""):
+    for solution in (r"\$\frac23 \approx \$0.67", r"\frac{1}{2", r"\boxed{1} or \boxed{2}", ""):
         assert not rewards.is_gradable(solution, "math"), solution
 
 
