@@ -443,7 +443,8 @@ def tables():
         ORDER: ["bundled", "one-wording", "wordy, fixed norm"],
         RANDOM: ["bundled", "wordy, fixed norm"],
         LONG: ["bundled, new seeds", "wordy, fixed norm"],
-        **dict.fromkeys(ALONE, ["bundled"]),
+        ALONE[0]: ["bundled"],
+        ALONE[1]: ["bundled"],
     }
     held_out = [comparison for comparison in SEVEN if (comparison, LOPTI) in final]
     return {
