@@ -58,14 +58,13 @@ def largest_difference(model, tokenizer, length):
             ids[0] = end_ids[0]
         return ids
 
-    def example(count):
-        """Returns an Example whose prompt has the words of SHORT `count` times."""
-        return make_example({"prompt": SHORT * count, "solution": "none"}, settings, tokenizer)
-
-    count = 1
-    while len(example(count + 1).prompt_ids) <= length - settings.max_new_tokens:
-        count += 1
-    examples = [example(1), example(count)]
+    long = SHORT
+    while len(tokenizer(long + SHORT).input_ids) <= length - settings.max_new_tokens:
+        long += SHORT
+    examples = []
+    for prompt in (SHORT, long):
+        row = {"prompt": prompt, "solution": "none"}
+        examples.append(make_example(row, settings, tokenizer))
     with torch.no_grad(), mock.patch("torch.multinomial", draw):
         ids, mask, _, _ = lopti.sample(model, tokenizer, examples, 2, settings)
         scored = lopti.token_logits(model, ids, mask, settings).softmax(1)

@@ -8,9 +8,8 @@ list, but a list's own flags win. All lists are trained with the same seeds. Eac
 in --output, without its weights, and beside it a file with what the run printed. The folder's name
 is computed from the settings: the same command trains no finished run again.
 
-Two accuracies of each run are compared. ± is half of a 95 % interval over seeds (Student's t). A
-difference is significant (*) if its interval excludes 0, without a correction for the number of
-intervals.
+Two accuracies of each run are compared. ± is half of a 95 % interval over seeds (Student's t), and
+* marks an interval that excludes 0.
 
 - training: the mean accuracy of the training steps, without the first step
 - held out: avg@k of all prompts in the last evaluation, or greedy accuracy with --eval-samples 0
@@ -137,7 +136,7 @@ def main(words=None):
     print("\nAccuracy, averaged over seeds")
     print(table.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
     print("\nMean difference between runs with the same seed; ± is half of a 95 % interval.")
-    print("* is significant: the interval excludes 0 (no correction for their number).")
+    print("* is significant, without a correction for the number of intervals.")
     print(paired_differences(table).round(3).to_string())
     plot = args.output / "curves.png"
     curve.draw(plot, {name: mean_over_seeds(of_name) for name, of_name in runs.items()})

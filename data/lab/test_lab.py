@@ -4,6 +4,7 @@ They are diagnose.py, curve.py, compare.py and check_model.py.
 """
 
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import check_model
 import compare
 import curve
 import diagnose
+import long_runs
 import matplotlib
 import numpy as np
 import pandas
@@ -196,6 +198,7 @@ def trained(monkeypatch, tmp_path):
         folder = Path(settings.output)
         (folder / "final").mkdir(parents=True)  # as lopti.py, it refuses a folder that exists
         print("the report of a run")
+        assert Path(f"{folder}.txt").read_text() == "the report of a run\n"  # at once
         for step, accuracy in enumerate((9.0, 0.2 + 0.2 * settings.seed, 0.4 + settings.eta), 1):
             line = dict.fromkeys(curve.PANELS.values(), 9.0)
             lopti.add_line(folder / "metrics.jsonl", line | {"step": step, "accuracy": accuracy})
@@ -244,7 +247,6 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
             "evaluations.jsonl",
             "metrics.jsonl",
         ]
-        assert Path(f"{folder}.txt").read_text() == "the report of a run\n"
     code = "import sys, compare, lopti; lopti.train = None; compare.main(sys.argv[1:])"
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     again = subprocess.run(
@@ -305,6 +307,16 @@ def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
             program.main(words)
         assert sentence in capsys.readouterr().err
     assert not trained and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("program", [check_model, compare, curve, diagnose, long_runs])
+def test_each_program_prints_at_once_and_in_any_encoding(program, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "argv", ["program", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        program.main()
+    assert stream.line_buffering
 
 
 # curve.py -----------------------------------------------------------------------------------------
