@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
 PANELS = {  # title → name in metrics.jsonl; the legend stands after the second one
-    "reward": "reward",
     "accuracy": "accuracy",
     "KL from the initial model, in nats": "rollout/kl",
+    "reward": "reward",
     "entropy, in nats": "entropy",
     "share of low-probability tokens": "low_probability_share",
 }
@@ -84,8 +84,8 @@ def draw(path, runs):
                 means = metrics[name].rolling(5, center=True, min_periods=1).mean()
                 axis.plot(means, color=color, linewidth=2.5, label=label)
             steps = evaluations.index + 0.02 * number * len(metrics)  # runs stand side by side
-            panels[1].plot(steps, evaluations["mean"], "o", color=color)
-            panels[1].vlines(steps, evaluations["low"], evaluations["high"], color=color)
+            panels[0].plot(steps, evaluations["mean"], "o", color=color)
+            panels[0].vlines(steps, evaluations["low"], evaluations["high"], color=color)
         for axis, title in zip(panels, PANELS):
             axis.set_title(title)
             axis.set_xlabel("training step")
