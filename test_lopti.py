@@ -826,7 +826,8 @@ def test_the_accuracy_table_by_hand(monkeypatch):
         return None, None, [r"\boxed{7}", "no"] * 8 + ["no"] * 4, torch.arange(20) < 3
 
     monkeypatch.setattr(lopti, "sample", sampled)
-    settings = settings_of("--task math --temperature 0.7 --min-p 0.5 --max-new-tokens 99")
+    flags = "--solved-reward 1 --temperature 0.7 --min-p 0.5 --max-new-tokens 99"
+    settings = settings_of(flags)  # right is 1, and not the task's 3
     results = lopti.evaluate(policy, TOKENIZER, rewards.math_reward, examples, settings)
     table = results["table"]
     assert torch.equal(torch.get_rng_state(), of_training)
@@ -853,14 +854,14 @@ def test_what_a_run_reports_at_its_end(tmp_path, capsys):
     """A run prints its first and its last evaluation, and the shortest prompt that became right."""
     texts = ("long, became right", "became right", "was right", "")
     examples = [example_of(text, "") for text in texts]
-    evaluations = ((0, 0.25, (-3, 0, 3, -3)), (5, 0.5, (0, 0, 0, 3)), (9, 0.75, (3, 3, 3, 0)))
+    evaluations = ((0, 0.25, (-3, 0, 1, -3)), (5, 0.5, (0, 0, 0, 1)), (9, 0.75, (1, 1, 1, 0)))
     for step, share, values in evaluations:
         response = f"<think></think> {step}"
         greedy = [lopti.sample_line(*pair) for pair in zip(examples, [response] * 4, values)]
         row = {"measure": "greedy", "difficulty": "2", "mean": share, "low": 0.1, "high": 0.9}
         line = {"step": step, "table": [row], "greedy": greedy}
         lopti.add_line(tmp_path / "evaluations.jsonl", line)
-    lopti.report(tmp_path, examples, settings_of())
+    lopti.report(tmp_path, examples, settings_of("--solved-reward 1"))
     text = capsys.readouterr().out
     assert re.search(r"people +step 0 +step 9\n", text)
     assert re.search(r"greedy +2 +0.25 \[0.10, 0.90\] +0.75 \[0.10, 0.90\]\n", text)
