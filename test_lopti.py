@@ -1140,8 +1140,8 @@ def test_the_python_on_the_pages():
 
 
 REFUSED = {  # flags: what the sentence names
-    "--model ./typo": "cannot load --model ./typo as a hub name, since there is no such folder",
-    "--model finished": "cannot load --model finished as a folder (a run has its model in its fin",
+    "--model ./typo": "cannot load --model ./typo on --device cpu (there is no such folder, and so",
+    "--model finished": "cannot load --model finished on --device cpu (a run has its model in its",
     "--model lossy": "lacks 1 of the model's weights: model.layers.0.mlp.up_proj.weight",
     "--model endless": "has no token that ends a response",
     "--device cuda:99": "on --device cuda:99",  # nobody has so many, and many have none
@@ -1152,7 +1152,7 @@ REFUSED = {  # flags: what the sentence names
     "--resume nowhere": "No such file or directory: 'nowhere/config.json'",
     "--max-new-tokens 9999": "tokens, but the model reads 2048: give a lower --max-new-tokens or",
     "--data broken.parquet": "Parquet",
-    "--data missing.jsonl": "cannot read missing.jsonl from the hub, since there is no such file: ",
+    "--data missing.jsonl": "cannot read missing.jsonl (there is no such file, and so it",
     "--alpha nan": "--alpha must be from 0 to 1, not nan",
     "--group-size 1": "--group-size must be at least 2: GRPO compares",
     "--order high-low --eta 0": "--order needs --eta above 0",
@@ -1493,20 +1493,18 @@ def test_a_reward_returns_one_finite_number_for_each_response(returned):
 
 
 NO_REWARDS = {  # what is given as --reward: what is told
-    "rewards:": " is no MODULE:FUNCTION, such as my_reward:last_word",
-    "my_reward.py": " is no MODULE:FUNCTION, such as my_reward:last_word",
+    "my_reward.py": " is no MODULE:FUNCTION: No module named 'my_reward'",
     "no_such_file:f": " is no MODULE:FUNCTION: No module named 'no_such_file'",
     "os.no_such_file:f": " is no MODULE:FUNCTION: No module named 'os.no_such_file'",
     "rewards:my_fn": f": {rewards} has no function my_fn",  # which names the file
     "sys:path": f": {sys} has no function path",
-    "os:getcwd": " must take **columns: getcwd(completions, solution, **columns)",
 }
 
 
 @pytest.mark.parametrize("place", NO_REWARDS)
 def test_a_reward_that_cannot_be_called(place):
     with pytest.raises(rewards.UserError, match=re.escape(f"--reward {place}{NO_REWARDS[place]}")):
-        rewards.load_function(place)
+        rewards.find_reward(make_settings(reward=place))
 
 
 def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(folder):
@@ -1529,7 +1527,7 @@ def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
     code += "[PathFinder.find_spec(name).origin for name in ('random', 'beside')]\n"
     (folder / "finds.py").write_text(f"{code}def reward(**columns): ...")
     before = list(sys.path)
-    rewards.load_function("finds:reward")
+    rewards.find_reward(make_settings(reward="finds:reward"))
     assert [str(folder) in place for place in sys.modules["finds"].places] == [False, True]
     assert sys.path == before
 
@@ -1617,8 +1615,6 @@ WRONG_ROWS = [  # a task, a row, what is wrong
     ("math", {"prompt": ["1 + 1?"], "answer": "2"}, "a text as the content of each message"),
     ("math", {"prompt": [{"role": "developer", "content": "Be terse."}, *CHAT], "answer": "2"},
      "has a message that the chat template leaves out: 'Be terse.'"),
-    ("math", {"prompt": str(CHAT), "answer": "2"}, "a chat in a text"),
-    ("math", {"prompt": ' [{"from": "human"}]', "answer": "2"}, "a chat in a text"),
     ("math", '{"problem": ', "Expecting value"),
     ("math", "7", "a JSON object, not 7"),
     ("math", json.dumps([ROW] * 999), r"a JSON object, not \[{'problem'"),
@@ -1653,7 +1649,6 @@ LENGTH = len(TOKENIZER(ASKED).input_ids)  # of all that the model reads
 WORKING = {**ROW, "answer": r"We add the two, and so the answer is $\boxed 2$."}
 OTHERS = {**ROW, "image": "x.png", "level": 3}
 USED_AS_IS = "1 of 1 rows used; prompts are used as they are, and the reward looks for "
-JOINED = "; the model has no chat template, so messages are joined"
 LINES = [  # rows, settings, whether the model has a chat template, what becomes of the rows
     ([ROW, ""], {"max_prompt_length": LENGTH}, True, "1 of 1 rows used"),
     ([ROW, WORKING], {}, True, "1 of 2 rows used; 1 with a solution that no answer could match"),
@@ -1661,8 +1656,6 @@ LINES = [  # rows, settings, whether the model has a chat template, what becomes
     ([chat()], {}, True, rf"{USED_AS_IS}\boxed{{}}"),
     ([{"prompt": "1", "answer": "2"}], {}, False, rf"{USED_AS_IS}\boxed{{}}"),
     ([{"prompt": "1", "answer": LILY}], {"task": "kk"}, True, f"{USED_AS_IS}<think> and <answer>"),
-    ([ROW], {}, False, f"1 of 1 rows used{JOINED}"),
-    ([chat()], {"reward": "my:own"}, False, f"1 of 1 rows used{JOINED}"),
 ]  # fmt: skip
 
 
@@ -1719,7 +1712,7 @@ def test_a_data_set_of_the_hub(source, configuration, split, monkeypatch):
 @pytest.mark.parametrize("name", ["my.csv", "my.json", "my"])
 def test_a_file_of_another_kind_points_to_its_conversion(name, folder):
     (folder / name).write_text("")
-    with pytest.raises(rewards.UserError, match=r"Converting data of data/GUIDE\.md"):
+    with pytest.raises(rewards.UserError, match=r"data/GUIDE\.md converts csv and json"):
         rewards.read_table(name)
 
 
@@ -1761,7 +1754,7 @@ def test_a_tenth_of_ones_own_data_is_held_out(tmp_path, capsys):
 def test_no_row_is_left_to_train_on(tmp_path):
     own = write_rows(tmp_path / "own.jsonl", [ROW] * 3)
     for eval_data in ("", own):
-        with pytest.raises(rewards.UserError, match="the prompts of all 3 are held out"):
+        with pytest.raises(rewards.UserError, match="all 3 prompts are held out"):
             rewards.load_data(make_settings(data=own, eval_data=eval_data), TOKENIZER)
 
 
