@@ -27,11 +27,15 @@ from rewards import kk_reward
 class LoptiTrainer(GRPOTrainer):
     """GRPOTrainer with `alpha` (α of Eq. 4) and `eta` (η of Lopti); with 0 and 0 it is GRPO.
 
-    It sets what the method needs in `args`, a GRPOConfig. There `steps_per_generation` must be a
-    multiple of `gradient_accumulation_steps`: the quotient is the number of mini-batches.
+    It sets what the method needs in `args`, a GRPOConfig.
     """
 
     def __init__(self, model, reward_funcs, args, alpha=0.0, eta=0.0, **options):
+        if args.steps_per_generation % args.gradient_accumulation_steps:
+            raise ValueError(
+                "steps_per_generation must be a multiple of gradient_accumulation_steps: "
+                "the quotient is the number of mini-batches in a rollout batch"
+            )
         args.loss_type = "dapo"  # the sum over tokens divided by one N for all micro-batches
         args.use_bias_correction_kl = False  # True multiplies the KL by the ratio
         if eta:
@@ -84,8 +88,24 @@ class LoptiTrainer(GRPOTrainer):
         """No step where the gradient is 0: AdamW would move the weights, but passes over None."""
         norm = super()._get_grad_norm(model, grad_norm)
         if norm == 0:
-            model.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         return norm
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        """A checkpoint holds the rollout batch too, for the steps that are still to be made on it."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        Path(output_dir).mkdir(exist_ok=True)
+        torch.save(self._buffered_inputs, self._rollout_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint:
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            file = self._rollout_file(checkpoint)
+            self._buffered_inputs = torch.load(file, map_location=self.accelerator.device)
+
+    def _rollout_file(self, checkpoint):
+        return Path(checkpoint) / f"rollout_{self.accelerator.process_index}.pt"
 
 
 def response_mask(inputs):
@@ -112,8 +132,7 @@ def trl_settings(settings, processes=1):
         "max_grad_norm": settings.max_grad_norm,
         "seed": settings.seed,
         "use_cpu": not torch.cuda.is_available(),  # else processes without a GPU train alone
-        "bf16": False,
-        "activation_checkpointing": False,
+        "bf16": settings.dtype == "bfloat16",
         "save_strategy": "no",
     }
 
