@@ -110,7 +110,7 @@ def test_losses_and_gradients_by_trls_own_loss(case):
 
 def test_a_mini_batch_lies_in_one_rollout_batch():
     """Gradients that add up over two rollout batches are refused."""
-    with pytest.raises(ValueError, match="must be a multiple"):
+    with pytest.raises(ValueError, match="is no multiple"):
         new_trainer(lopti.Settings(), check_port.bundled_model(), gradient_accumulation_steps=8)
 
 

@@ -27,15 +27,13 @@ from rewards import kk_reward
 class LoptiTrainer(GRPOTrainer):
     """GRPOTrainer with `alpha` (α of Eq. 4) and `eta` (η of Lopti); with 0 and 0 it is GRPO.
 
-    It sets what the method needs in `args`, a GRPOConfig.
+    It sets what the method needs in `args`, a GRPOConfig. There `steps_per_generation` divided by
+    `gradient_accumulation_steps` is the number of mini-batches.
     """
 
     def __init__(self, model, reward_funcs, args, alpha=0.0, eta=0.0, **options):
         if args.steps_per_generation % args.gradient_accumulation_steps:
-            raise ValueError(
-                "steps_per_generation must be a multiple of gradient_accumulation_steps: "
-                "the quotient is the number of mini-batches in a rollout batch"
-            )
+            raise ValueError("steps_per_generation is no multiple of gradient_accumulation_steps")
         args.loss_type = "dapo"  # the sum over tokens divided by one N for all micro-batches
         args.use_bias_correction_kl = False  # True multiplies the KL by the ratio
         if eta:
@@ -92,20 +90,17 @@ class LoptiTrainer(GRPOTrainer):
         return norm
 
     def _save_optimizer_and_scheduler(self, output_dir):
-        """A checkpoint holds the rollout batch too, for the steps that are still to be made on it."""
+        """A checkpoint holds the rollout batch, too: not all steps on it may have been made."""
         super()._save_optimizer_and_scheduler(output_dir)
-        Path(output_dir).mkdir(exist_ok=True)
-        torch.save(self._buffered_inputs, self._rollout_file(output_dir))
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(self._buffered_inputs, f"{output_dir}/rollout_{self.args.process_index}.pt")
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
-            file = self._rollout_file(checkpoint)
+            file = f"{checkpoint}/rollout_{self.args.process_index}.pt"
             self._buffered_inputs = torch.load(file, map_location=self.accelerator.device)
-
-    def _rollout_file(self, checkpoint):
-        return Path(checkpoint) / f"rollout_{self.accelerator.process_index}.pt"
 
 
 def response_mask(inputs):
