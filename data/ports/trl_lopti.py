@@ -121,7 +121,7 @@ def trl_settings(settings, processes=1):
         "epsilon_high": settings.clip_high,
         "delta": settings.clip_dual,
         "beta": settings.kl_coef,
-        "learning_rate": settings.resolved().learning_rate,
+        "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "constant",
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
