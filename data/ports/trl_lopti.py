@@ -16,7 +16,9 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads sleep sooner
 
 import torch
+import transformers
 from datasets import Dataset
+from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -39,6 +41,10 @@ class LoptiTrainer(GRPOTrainer):
         if eta:
             args.num_iterations = 2  # Lopti's two passes over a rollout batch
         super().__init__(model, reward_funcs, args, **options)
+        if self.is_fsdp_enabled and Version(transformers.__version__) < Version("5.24"):
+            raise ValueError(
+                "FSDP needs transformers 5.24: with 5.22 and 5.19 gradients were wrong"
+            )
         self.alpha = alpha
         self.eta = eta
 
