@@ -136,7 +136,7 @@ def main(words=None):
     print("\nAccuracy, averaged over seeds")
     print(table.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
     print("\nMean difference between runs with the same seed; ± is half of a 95 % interval.")
-    print("* is significant, without a correction for the number of intervals.")
+    print("* means significant at 5 %, not corrected for the number of intervals.")
     print(paired_differences(table).round(3).to_string())
     plot = args.output / "curves.png"
     curve.draw(plot, {name: mean_over_seeds(of_name) for name, of_name in runs.items()})

@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
 PANELS = {  # title → name in metrics.jsonl
-    "reward": "reward",
     "accuracy": "accuracy",
     "KL from the initial model, in nats": "rollout/kl",
+    "reward": "reward",
 }
 # Elsewhere orange stands for low-probability tokens and blue for the others, so they are not here.
 COLORS = ["#009E73", "#555555", "#6A3D9A", "#8B5A2B", "#D65B98", "#A8A800", "#00B2B2", "#AAAAAA"]
@@ -80,8 +80,8 @@ def draw(path, runs):
                 means = metrics[name].rolling(5, center=True, min_periods=1).mean()
                 axis.plot(means, color=color, linewidth=2.5, label=label)
             steps = evaluations.index + 0.02 * number * len(metrics)  # runs stand side by side
-            panels[1].plot(steps, evaluations["mean"], "o", color=color)
-            panels[1].vlines(steps, evaluations["low"], evaluations["high"], color=color)
+            panels[0].plot(steps, evaluations["mean"], "o", color=color)
+            panels[0].vlines(steps, evaluations["low"], evaluations["high"], color=color)
         for axis, title in zip(panels, PANELS):
             axis.set_title(title)
             axis.set_xlabel("training step")

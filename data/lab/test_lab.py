@@ -328,8 +328,8 @@ def write_run(folder, metrics="metrics", evaluations="evaluations", run=None):
         line = dict.fromkeys(curve.PANELS.values(), 0.1 * step)
         lopti.add_line(folder / f"{metrics}.jsonl", line | {"step": step, "accuracy": accuracy})
     for step, mean in ((0, 0.2), (6, 0.8)):
-        table = [table_row("greedy", "2", 0.9)]
-        table.append(table_row("greedy", "all", mean, mean - 0.1, mean + 0.2))
+        table = [table_row("greedy", "all", mean, mean - 0.1, mean + 0.2)]
+        table.append(table_row("greedy", "2", 0.9))
         line = {"step": step, "table": table}
         if run:
             table.append(table_row("avg@2", "all", mean / 2))
@@ -374,7 +374,7 @@ def test_curves_by_hand(tmp_path, monkeypatch, capsys):
     figure = curve.plt.gcf()
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert titles == list(curve.PANELS)
-    accuracy = figure.axes[1]
+    accuracy = figure.axes[0]
     thin, thick, *_ = accuracy.lines
     assert list(thin.get_ydata()) == [0, 0, 0, 0, 0.5, 1]
     means = dict(zip(thick.get_xdata(), thick.get_ydata()))
