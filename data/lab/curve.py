@@ -11,8 +11,7 @@ metrics file of this name. Without --plot the plot is curve.png in the folder of
 
 A thin line shows each training step, and a thick line the mean of it and the two steps on either
 side, as far as the run has them. A point is an evaluation with its 95 % interval: avg@k of all
-held-out prompts, or the greedy accuracy of a run with --eval-samples 0. Low-probability tokens have
-π < η (0.5 without Lopti).
+held-out prompts, or the greedy accuracy of a run with --eval-samples 0.
 """
 
 import argparse
@@ -26,12 +25,10 @@ from matplotlib.ticker import MaxNLocator
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
-PANELS = {  # title → name in metrics.jsonl; the legend stands after the second one
+PANELS = {  # title → name in metrics.jsonl
     "accuracy": "accuracy",
     "KL from the initial model, in nats": "rollout/kl",
     "reward": "reward",
-    "entropy, in nats": "entropy",
-    "share of low-probability tokens": "low_probability_share",
 }
 # Elsewhere orange stands for low-probability tokens and blue for the others, so they are not here.
 COLORS = ["#009E73", "#555555", "#6A3D9A", "#8B5A2B", "#D65B98", "#A8A800", "#00B2B2", "#AAAAAA"]
@@ -75,8 +72,7 @@ def draw(path, runs):
     look |= {"svg.hashsalt": "lopti", "svg.fonttype": "none"}  # the same file each time
     look |= {"axes.prop_cycle": plt.cycler(color=COLORS)}
     with plt.style.context(look, after_reset=True):  # whatever a caller has set
-        figure, axes = plt.subplots(2, 3, figsize=(12, 6), layout="constrained")
-        panels = [axes[0, 0], axes[0, 1], *axes[1]]
+        figure, panels = plt.subplots(1, 3, figsize=(12, 4.4), layout="constrained")
         for number, (label, (metrics, evaluations)) in enumerate(runs.items()):
             color = f"C{number}"
             for axis, name in zip(panels, PANELS.values()):
@@ -91,9 +87,9 @@ def draw(path, runs):
             axis.set_xlabel("training step")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         lines, labels = panels[0].get_legend_handles_labels()
-        words = "thin: each step; thick: mean of up to five\npoints: held out, 95 % intervals"
-        axes[0, 2].axis("off")
-        axes[0, 2].legend(lines, labels, title=words, loc="center", alignment="left")
+        words = "thin: each step; thick: mean of up to five; points: held out, 95 % intervals"
+        style = {"loc": "outside lower left", "alignment": "left", "ncols": 4, "frameon": False}
+        figure.legend(lines, labels, title=words, **style)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)

@@ -373,7 +373,7 @@ def test_curves_by_hand(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == f"The plot is in {plot}.\n"
     figure = curve.plt.gcf()
     titles = [axis.get_title(loc="left") for axis in figure.axes]
-    assert [title for title in titles if title] == list(curve.PANELS)
+    assert titles == list(curve.PANELS)
     accuracy = figure.axes[0]
     thin, thick, *_ = accuracy.lines
     assert list(thin.get_ydata()) == [0, 0, 0, 0, 0.5, 1]
