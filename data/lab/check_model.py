@@ -7,9 +7,10 @@ The update computes π from whole rows, which are padded on the right. Sampling 
 cache and from prompts that are padded on the left, and a response that has ended leaves the batch.
 Some models give different π in these two cases, and training them with lopti.py would be wrong.
 
-This program samples three responses with `lopti.sample`: one ends at once, one follows a short
-prompt behind much padding, and one ends near --length. Then it computes their logits again with
-`lopti.token_logits`, and compares log π of every token of the vocabulary, in float32.
+This program samples two responses to each of two prompts with `lopti.sample`. The first one ends at
+once, the second follows a short prompt behind much padding, and two end near --length. Then it
+computes their logits again with `lopti.token_logits`, and compares log π of every token of the
+vocabulary, in float32.
 
 Dynamic and longrope scaling change all positions of a row as soon as it is longer than the model's
 original length. Of such a model a response that crosses this length is compared as well.
@@ -26,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
+from rewards import make_example
 
 TOLERANCE = 1e-2  # nats
 SMALLEST = 1e-30  # smaller probabilities count as this one: float32 does not hold their logarithms
@@ -38,14 +40,15 @@ def largest_difference(model, tokenizer, length):
     Returns the largest absolute difference, in nats, and the number of tokens of the longest row,
     which is `length` or a little less.
     """
-    max_new_tokens = lopti.STRETCH + 4  # so that a second stretch begins
+    # With 4 tokens more a second stretch begins; the task math takes a prompt as it is.
+    settings = lopti.Settings(task="math", max_new_tokens=lopti.STRETCH + 4)
     end_ids = model.generation_config.eos_token_id
-    drawn = [[], [], []]  # for each row, π of each token; row 0 ends at once and leaves the batch
+    drawn = [[], [], [], []]  # of each row π of each token; row 0 ends at once and leaves the batch
     multinomial = torch.multinomial
 
     def draw(probabilities, num_samples):
         """Replaces torch.multinomial, with which HF draws the next token of each row."""
-        first = 3 - len(probabilities)
+        first = 4 - len(probabilities)
         for row, values in enumerate(probabilities, first):
             drawn[row].append(values)
         without_end = probabilities.clone()
@@ -56,11 +59,15 @@ def largest_difference(model, tokenizer, length):
         return ids
 
     long = SHORT
-    while len(tokenizer(long + SHORT).input_ids) <= length - max_new_tokens:
+    while len(tokenizer(long + SHORT).input_ids) <= length - settings.max_new_tokens:
         long += SHORT
+    examples = []
+    for prompt in (SHORT, long):
+        row = {"prompt": prompt, "solution": "none"}
+        examples.append(make_example(row, settings, tokenizer))
     with torch.no_grad(), mock.patch("torch.multinomial", draw):
-        ids, mask, _, _ = lopti.sample(model, tokenizer, [SHORT, SHORT, long], 1.0, max_new_tokens)
-        scored = lopti.token_logits(model, ids, mask, 1.0).softmax(1)
+        ids, mask, _, _ = lopti.sample(model, tokenizer, examples, 2, settings)
+        scored = lopti.token_logits(model, ids, mask, settings).softmax(1)
     sampled = []
     for values, count in zip(drawn, mask.sum(1).tolist()):
         sampled += values[:count]  # HF draws for a row that has ended, too, until it leaves
@@ -78,6 +85,7 @@ def original_length(config):
 
 
 def main(words=None):
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # as lopti.main
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("model", help="a folder or a hub name")

@@ -1,6 +1,6 @@
 """Does a method help on your model? Trains with several lists of flags and compares accuracies.
 
-    python data/lab/compare.py --seeds 5 "" "--passes 2" "--alpha 0.3" "--eta 0.5"
+    python data/lab/compare.py --seeds 5 "" "--update-epochs 2" "--alpha 0.3" "--eta 0.5"
     python data/lab/compare.py --seeds 5 "" "--eta 0.5" -- --model M --data F --task math
 
 Each list of flags of lopti.py stands in quotation marks; "" is GRPO. Flags after -- belong to every
@@ -8,13 +8,14 @@ list, but a list's own flags win. All lists are trained with the same seeds. Eac
 in --output, without its weights, and beside it a file with what the run printed. The folder's name
 is computed from the settings: the same command trains no finished run again.
 
-Two accuracies of each run are compared. ± is half of a 95 % interval over seeds (Student's t).
+Two accuracies of each run are compared. ± is half of a 95 % interval over seeds (Student's t), and
+* marks an interval that excludes 0.
 
 - training: the mean accuracy of the training steps, without the first step
 - held out: avg@k of all prompts in the last evaluation, or greedy accuracy with --eval-samples 0
 
-The plot is that of curve.py. Each curve and each point of it is a mean over seeds, and so are the
-ends of the intervals of an evaluation.
+The plot is that of curve.py, with the KL beside the accuracy. Each curve and each point of it is a
+mean over seeds, and so are the ends of the intervals of an evaluation.
 """
 
 import argparse
@@ -47,7 +48,8 @@ def train(settings, output):
     if not evaluations or evaluations[-1]["step"] < settings.steps:
         shutil.rmtree(folder, ignore_errors=True)  # a run that was stopped
         output.mkdir(parents=True, exist_ok=True)
-        with open(f"{folder}.txt", "w") as file, contextlib.redirect_stdout(file):
+        log = Path(f"{folder}.txt")
+        with log.open("w", buffering=1, encoding="utf-8") as file, contextlib.redirect_stdout(file):
             lopti.train(replace(settings, output=str(folder), save_every=0))
         gc.collect()  # frees this model's GPU memory before the next run
     shutil.rmtree(folder / "final", ignore_errors=True)
@@ -66,7 +68,7 @@ def mean_over_seeds(runs):
 
 
 def paired_differences(runs):
-    """Compares each pair of lists of flags: a row with the mean difference, and ± beside it.
+    """Compares each pair of lists of flags: a row with the mean difference, ± and * beside it.
 
     Each difference is between two runs with the same seed. `runs` has a row for each run, with the
     columns flags, seed, training, held out.
@@ -77,13 +79,17 @@ def paired_differences(runs):
         row = {"seeds": len(accuracy)}
         for measure in MEASURES:
             differences = accuracy[measure, flags] - accuracy[measure, base]
-            row[measure] = differences.mean()
-            row[f"{measure} ±"] = stats.t.ppf(0.975, len(accuracy) - 1) * differences.sem()
+            mean = differences.mean()
+            half = stats.t.ppf(0.975, len(accuracy) - 1) * differences.sem()
+            row[measure] = mean
+            row[f"{measure} ±"] = half
+            row[f"{measure} *"] = "*" if abs(mean) > half else ""
         rows[f"{flags} minus {base}"] = row
     return pandas.DataFrame.from_dict(rows, orient="index")
 
 
 def main(words=None):
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # as lopti.main
     words = sys.argv[1:] if words is None else words
     end = words.index("--") if "--" in words else len(words)
     look = argparse.RawDescriptionHelpFormatter
@@ -113,12 +119,12 @@ def main(words=None):
             raise lopti.UserError("give --steps 2 or more: the accuracy leaves out the first step")
         for seed in range(args.seeds):  # all methods with one seed, then the next seed
             for name, method in zip(names, methods):
-                print(f"{name}, seed {seed}", flush=True)
+                print(f"{name}, seed {seed}")
                 folder = train(replace(method, seed=seed, output=""), args.output)
                 run = curve.read_run(folder)
                 accuracy = accuracies(*run)
                 numbers = ", ".join(f"{key} {value:.3f}" for key, value in accuracy.items())
-                print(f"  {numbers}, in {folder}", flush=True)
+                print(f"  {numbers}, in {folder}")
                 rows.append({"flags": name, "seed": seed, **accuracy})
                 runs[name].append(run)
     except (lopti.UserError, OSError) as problem:
@@ -129,7 +135,8 @@ def main(words=None):
     table = pandas.DataFrame(rows)
     print("\nAccuracy, averaged over seeds")
     print(table.groupby("flags", sort=False)[MEASURES].mean().rename_axis(None).round(3))
-    print("\nMean difference between runs with the same seed; ± is half of a 95 % interval")
+    print("\nMean difference between runs with the same seed; ± is half of a 95 % interval.")
+    print("* means significant at 5 %, not corrected for the number of intervals.")
     print(paired_differences(table).round(3).to_string())
     plot = args.output / "curves.png"
     curve.draw(plot, {name: mean_over_seeds(of_name) for name, of_name in runs.items()})

@@ -1,17 +1,18 @@
 """How did training go? Draws the curves of one or several runs, as svg or png.
 
-    python data/lab/curve.py runs/NAME                           # one run, into runs/curve.png
+    python data/lab/curve.py runs/NAME                      # one run, into runs/NAME/curve.png
     python data/lab/curve.py runs/NAME runs/OTHER --plot two.svg
     python data/lab/curve.py data/lab/results/readme_run.jsonl data/lab/results/readme_grpo.jsonl \\
         --labels "AR + Lopti" GRPO --plot data/lab/results/readme_runs.svg
 
 RUN is the folder of a run, or a metrics file. The evaluations are read from the files of the same
 folder whose names end in evaluations.jsonl. If a line there names a run, it counts only for the
-metrics file of this name.
+metrics file of this name. Without --plot the plot is curve.png in the folder of the first RUN.
 
-A thin line shows each training step, and a thick line the mean of five steps, at the third of them.
-A point is an evaluation with its 95 % interval: avg@k of all held-out prompts, or the greedy
-accuracy of a run with --eval-samples 0. Low-probability tokens have π < η (0.5 without Lopti).
+A thin line shows each training step, and a thick line the mean of it and the two steps on either
+side, as far as the run has them. A point is an evaluation with its 95 % interval: avg@k of all
+held-out prompts, or the greedy accuracy of a run with --eval-samples 0. Low-probability tokens have
+π < η (0.5 without Lopti).
 """
 
 import argparse
@@ -26,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import lopti
 
 PANELS = {  # title → name in metrics.jsonl; the legend stands after the second one
-    "reward": "reward",
     "accuracy": "accuracy",
     "KL from the initial model, in nats": "rollout/kl",
+    "reward": "reward",
     "entropy, in nats": "entropy",
     "share of low-probability tokens": "low_probability_share",
 }
@@ -36,10 +37,15 @@ PANELS = {  # title → name in metrics.jsonl; the legend stands after the secon
 COLORS = ["#009E73", "#555555", "#6A3D9A", "#8B5A2B", "#D65B98", "#A8A800", "#00B2B2", "#AAAAAA"]
 
 
-def read_run(path):
+def metrics_file(run):
+    """Returns the metrics file of a run, which is given by its folder or by this file."""
+    path = Path(run)
+    return path / "metrics.jsonl" if path.is_dir() else path
+
+
+def read_run(run):
     """Returns the metrics of a run and its evaluations (mean, low, high): a row for each step."""
-    path = Path(path)
-    file = path / "metrics.jsonl" if path.is_dir() else path
+    file = metrics_file(run)
     metrics = pandas.DataFrame(lopti.read_lines(file))
     if not {"step", *PANELS.values()} <= set(metrics):
         raise lopti.UserError(f"{file} has no line of a training step, or does not exist")
@@ -47,18 +53,19 @@ def read_run(path):
     for other in sorted(file.parent.glob("*evaluations.jsonl")):
         for line in lopti.read_lines(other):
             if line.get("run", file.stem) == file.stem:
-                rows[line["step"]] = line["table"][held_out_measure(line["table"])]["all"]
+                rows[line["step"]] = held_out_row(line["table"])
     columns = ["mean", "low", "high"]
     evaluations = pandas.DataFrame.from_dict(rows, orient="index", columns=columns, dtype=float)
     return metrics.set_index("step"), evaluations
 
 
-def held_out_measure(table):
-    """Returns the row of an evaluation that is drawn: avg@k if there is one."""
-    for measure in table:
+def held_out_row(table):
+    """Returns the row of an evaluation that is drawn: avg@k of all prompts, or greedy accuracy."""
+    rows = {row["measure"]: row for row in table if row["difficulty"] == "all"}
+    for measure, row in rows.items():
         if measure.startswith("avg@"):
-            return measure
-    return "greedy"
+            return row
+    return rows["greedy"]
 
 
 def draw(path, runs):
@@ -74,17 +81,17 @@ def draw(path, runs):
             color = f"C{number}"
             for axis, name in zip(panels, PANELS.values()):
                 axis.plot(metrics[name], color=color, alpha=0.4, linewidth=0.8)
-                means = metrics[name].rolling(5, center=True).mean()
+                means = metrics[name].rolling(5, center=True, min_periods=1).mean()
                 axis.plot(means, color=color, linewidth=2.5, label=label)
             steps = evaluations.index + 0.02 * number * len(metrics)  # runs stand side by side
-            panels[1].plot(steps, evaluations["mean"], "o", color=color)
-            panels[1].vlines(steps, evaluations["low"], evaluations["high"], color=color)
+            panels[0].plot(steps, evaluations["mean"], "o", color=color)
+            panels[0].vlines(steps, evaluations["low"], evaluations["high"], color=color)
         for axis, title in zip(panels, PANELS):
             axis.set_title(title)
             axis.set_xlabel("training step")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         lines, labels = panels[0].get_legend_handles_labels()
-        words = "thin: each step; thick: mean of five steps\npoints: held out, 95 % intervals"
+        words = "thin: each step; thick: mean of up to five\npoints: held out, 95 % intervals"
         axes[0, 2].axis("off")
         axes[0, 2].legend(lines, labels, title=words, loc="center", alignment="left")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +100,7 @@ def draw(path, runs):
 
 
 def main(words=None):
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # as lopti.main
     look = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder, or metrics file")
@@ -100,18 +108,18 @@ def main(words=None):
     parser.add_argument(
         "--plot",
         type=Path,
-        default=Path("runs/curve.png"),
-        help="file of the plot, .svg or .png (default: %(default)s)",
+        help="file of the plot, .svg or .png (default: curve.png in the folder of the first run)",
     )
     args = parser.parse_args(words)
     labels = args.labels or [Path(path).resolve().name for path in args.runs]
     if len(set(labels)) < len(args.runs) or len(labels) > len(args.runs):
         parser.error("give --labels, a different one for each run")
+    plot = args.plot or metrics_file(args.runs[0]).parent / "curve.png"
     try:
-        draw(args.plot, {name: read_run(path) for name, path in zip(labels, args.runs)})
+        draw(plot, {name: read_run(path) for name, path in zip(labels, args.runs)})
     except (lopti.UserError, OSError, ValueError) as problem:
         parser.error(str(problem))
-    print(f"The plot is in {args.plot}.")
+    print(f"The plot is in {plot}.")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ def measure(policy, tokenizer, examples, batches, settings):
     The columns are the four bins of π. The last column of the norms is that of all tokens. A norm
     is that of the gradient for all weights, averaged over the mini-batches of a rollout batch.
     """
-    # One pass on all tokens, without the reference model
-    settings = replace(settings, eta=0.0, order="low-high", passes=1, kl_coef=0.0)
+    # One update on all tokens, without the reference model
+    settings = replace(settings, eta=0.0, order="low-high", update_epochs=1, kl_coef=0.0)
+    reward_function = lopti.find_reward(settings)
     no_step = torch.optim.SGD(policy.parameters(), lr=0.0)
     torch.manual_seed(settings.seed)
     prompts = lopti.prompt_stream(examples, settings.prompts_per_step, settings.seed)
@@ -58,19 +59,21 @@ def measure(policy, tokenizer, examples, batches, settings):
     print("Sampling from the rows to train on; nothing is trained or evaluated.")
     for number in range(1, batches + 1):
         batch = next(prompts)
-        rollout, updates = lopti.training_step(policy, None, no_step, tokenizer, batch, settings)
+        rollout, updates = lopti.training_step(
+            policy, None, no_step, tokenizer, reward_function, batch, settings
+        )
         counts = []
-        passes = []
+        results = []
         for mask in masks_of_bins(rollout.old_logprobs, rollout.mask):
             counts.append(int(mask.sum()))
-            passes.append(lopti.update(policy, no_step, rollout, mask, settings))
-        passes.append(updates[0][1])  # of all tokens
+            results.append(lopti.update(policy, no_step, rollout, mask, settings))
+        results.append(updates[0][1])  # of all tokens
         means = []
-        for results in passes:
-            means.append(np.mean([result["grad_norm"] for result in results]))
+        for of_mini_batches in results:
+            means.append(np.mean([result["grad_norm"] for result in of_mini_batches]))
         tokens.append(counts)
         norms.append(means)
-        print(f"batch {number} of {batches}", flush=True)
+        print(f"batch {number} of {batches}")
     return np.array(tokens), np.array(norms)
 
 
@@ -106,6 +109,7 @@ def message(tokens, norms):
 
 
 def main(words=None):
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # as lopti.main
     look = argparse.RawDescriptionHelpFormatter
     usage = "diagnose.py [--batches N] [flags of lopti.py]"
     parser = argparse.ArgumentParser(
@@ -119,9 +123,7 @@ def main(words=None):
         settings = lopti.parse_arguments(flags)
         if args.batches < 2:
             raise lopti.UserError("--batches must be 2 or more, for an interval")
-        policy, tokenizer = lopti.load_model(settings.model, settings.device, settings.dtype)
-        if settings.gradient_checkpointing:
-            lopti.checkpoint_layers(policy)
+        policy, tokenizer = lopti.load_model(settings.model, settings.device)
         examples, _ = lopti.load_data(settings, tokenizer)
         tokens, norms = measure(policy, tokenizer, examples, args.batches, settings)
         has_gradient = norms[:, 4] > 0  # a batch of equal rewards has none, and says nothing

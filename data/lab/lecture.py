@@ -6,6 +6,7 @@ import math
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 LAB = Path(__file__).resolve().parent
 sys.path[:0] = [str(LAB.parents[1]), str(LAB.parent / "ports")]
@@ -108,6 +109,33 @@ def gain_of_step(pi, signal, squared_norm, alpha):
     along = (signal * weights).sum() / signal.sum()
     norm = ((squared_norm * weights**2).sum() / squared_norm.sum()).sqrt()
     return along / norm
+
+
+def form(result):
+    """Says in words what a function has returned."""
+    if isinstance(result, torch.Tensor):
+        kind = str(result.dtype).removeprefix("torch.")
+        return f"a {kind} tensor of shape {tuple(result.shape)}"
+    if isinstance(result, (tuple, list)):
+        return " and ".join(map(form, result)) or "an empty list"
+    return "nothing" if result is None else repr(result)
+
+
+def check_exercise(reweight_advantages, split_tokens):
+    """Compares the two functions with golden.json, but first the form of what they return."""
+    numbers = torch.zeros(2, 3)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for function, arguments, example in (
+        (reweight_advantages, (numbers, numbers, 0.3), numbers),
+        (split_tokens, (numbers, mask, 0.5), (mask, mask)),
+    ):
+        name = function.__name__
+        wanted = form(example)
+        found = form(function(*arguments))
+        if found == wanted:
+            check_port.check_functions(SimpleNamespace(**{name: function}))
+        else:
+            print(f"{name}: Wrong: here it must return {wanted}, but it returns {found}.")
 
 
 def compare_tables(port):
@@ -351,13 +379,16 @@ def draw_ahead(panels, title):
     plt.suptitle(title, x=0.01, ha="left", fontsize=17)
 
 
-def clip_cases(letters):
-    """Draws where the loss of Eq. 1 has a gradient; letters: {name: (ratio, Â)} to mark."""
+def clip_cases(letters, clips):
+    """Draws where the loss of Eq. 1 has a gradient; letters: {name: (ratio, Â)} to mark.
+
+    `clips` are the last three arguments of `lopti.policy_loss`.
+    """
     ratio = torch.logspace(-0.8, 0.7, 4000)  # up to 5
     _, axis = plt.subplots(figsize=(12, 3.2))
     for place, advantage in enumerate((-1.0, 1.0)):
         logprobs = ratio.log().requires_grad_()
-        losses = policy_loss(logprobs, torch.zeros(4000), torch.full((4000,), advantage))
+        losses = policy_loss(logprobs, torch.zeros(4000), torch.full((4000,), advantage), *clips)
         (slope,) = torch.autograd.grad(losses.sum(), logprobs)
         axis.fill_between(ratio, place - 0.3, place + 0.3, color="#DDDDDD")
         dark = {"where": slope != 0, "color": "#777777"}

@@ -58,14 +58,14 @@ import lopti
 RESULTS = Path(__file__).resolve().parent / "results"
 METHODS = {
     "GRPO": {},
-    "two-pass GRPO": {"passes": 2},
+    "two-pass GRPO": {"update_epochs": 2},
     "AR": {"alpha": 0.3},
     "Lopti": {"eta": 0.5},
     "AR + Lopti": {"alpha": 0.3, "eta": 0.5},
 }
 CONTROLS = {
     "Lopti, half the rate": {"eta": 0.5, "learning_rate": 5e-5},
-    "two-pass GRPO, half the rate": {"passes": 2, "learning_rate": 5e-5},
+    "two-pass GRPO, half the rate": {"update_epochs": 2, "learning_rate": 5e-5},
     "Lopti, random split": {"eta": 0.5},
     "GRPO, √2 times the rate": {"learning_rate": 1.414e-4},
     "GRPO, twice the rate": {"learning_rate": 2e-4},
@@ -128,7 +128,8 @@ def write_results(setting, method, seed, folder):
     key = {"setting": setting, "method": method, "seed": seed}
     evaluations = []
     for line in lopti.read_lines(folder / "evaluations.jsonl"):
-        greedy = line["table"]["greedy"]["all"][0]
+        table = pandas.DataFrame(line["table"]).set_index(["measure", "difficulty"])
+        greedy = table.loc[("greedy", "all"), "mean"]
         evaluations.append({**key, "step": line["step"], "held_out": greedy})
     steps = pandas.DataFrame(lopti.read_lines(folder / "metrics.jsonl"))
     columns = {"step": steps["step"], "accuracy": steps["accuracy"], "kl": steps["rollout/kl"]}
@@ -143,6 +144,7 @@ def write_results(setting, method, seed, folder):
 
 
 def main():
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # as lopti.main
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -22,7 +22,8 @@ COLORS = {  # orange is low probability, blue is high; colour-blind readers can 
     "low": "#D55E00",
     "high": "#0072B2",
     "GRPO": "#555555",
-    "two-pass GRPO": "#8B5A2B",
+    "GRPO, two epochs": "#8B5A2B",
+    "two-pass GRPO": "#8B5A2B",  # the name in the lecture
     "AR, α = 0.3": "#B79AD0",
     "AR, α = 1": "#6A3D9A",
     "Lopti": "#009E73",
@@ -47,17 +48,18 @@ AR_1 = "AR, α = 1 − GRPO"
 UNBIASED_1 = "unbiased AR, α = 1 − GRPO"
 BOTH = "AR + Lopti − GRPO"
 LOPTI = "Lopti − GRPO"
-TWO_PASSES = "two-pass GRPO − GRPO"
-SPLIT = "Lopti − two-pass GRPO"
+TWO_EPOCHS = "GRPO, two epochs − GRPO"
+SPLIT = "Lopti − GRPO, two epochs"
 ORDER = "Lopti − reversed Lopti"
 RANDOM = "Lopti − random split"
+ORACLE = ["oracle − GRPO", "oracle − GRPO, two epochs"]  # without tokens that earn no reward
 ALONE = ["first pass alone − GRPO", "second pass alone − GRPO"]
-HALF_RATE = ["Lopti, half the rate − GRPO", "two-pass GRPO, half the rate − GRPO"]
+HALF_RATE = ["Lopti, half the rate − GRPO", "GRPO, two epochs, half the rate − GRPO"]
 LONG = "Lopti − long-step GRPO"
 LONG_STEPS = [
     LONG,
     "long-step GRPO − GRPO",
-    "two-pass GRPO − long-step GRPO",
+    "GRPO, two epochs − long-step GRPO",
     "unbiased AR, α = 1 − long-step GRPO",
 ]
 OF_R6 = [
@@ -70,41 +72,42 @@ OF_R6 = [
     "unbiased AR, α = 0.6 − AR, α = 0.6",
     "unbiased AR, α = 1 − AR, α = 1",
 ]
-OF_TRUE_OR_FALSE = [AR, LOPTI, TWO_PASSES, UNBIASED_1, SPLIT]
+OF_TRUE_OR_FALSE = [AR, LOPTI, TWO_EPOCHS, UNBIASED_1, SPLIT]
 OF_TRUE_OR_FALSE += [
-    "oracle − GRPO",  # GRPO on the only word that earns reward
-    "oracle − two-pass GRPO",
-    "AR, α = 0.3 − two-pass GRPO",
-    "unbiased AR, α = 1 − two-pass GRPO",
+    *ORACLE,
+    "AR, α = 0.3 − GRPO, two epochs",
+    "unbiased AR, α = 1 − GRPO, two epochs",
 ]
 SECTIONS = {  # group: {comparison: differences}, corrected together in each measure
+    "R2": {"bundled": ORACLE, "wordy, fixed norm": ORACLE},
     "R3": {
-        "bundled, puzzles": [AR, LOPTI, TWO_PASSES, SPLIT, BOTH],
-        "SmolLM2, word problems": [AR, LOPTI, TWO_PASSES, SPLIT],
+        "bundled": [AR, LOPTI, TWO_EPOCHS, SPLIT, BOTH],
+        "SmolLM2, word problems": [AR, LOPTI, TWO_EPOCHS, SPLIT],
     },
-    "R4": {"bundled, puzzles, new seeds": [LOPTI, TWO_PASSES, SPLIT, *HALF_RATE]},
+    "R4": {"bundled, new seeds": [LOPTI, TWO_EPOCHS, SPLIT, *HALF_RATE]},
     "R5": {
-        "one-wording, puzzles": [LOPTI, TWO_PASSES, SPLIT, ORDER],
-        "bundled, puzzles": [ORDER, RANDOM],
-        "wordy, puzzles, fixed norm": [ORDER, RANDOM],
+        "one-wording": [LOPTI, TWO_EPOCHS, SPLIT, ORDER],
+        "bundled": [ORDER, RANDOM],
+        "wordy, fixed norm": [ORDER, RANDOM],
+        "bundled, new seeds": [LONG],
     },
-    "R5, one pass alone": {"bundled, puzzles": ALONE},
-    "R6": {"bundled, puzzles": OF_R6},
+    "R5, one pass alone": {"bundled": ALONE},
+    "R6": {"bundled": OF_R6},
     "fixed norm": {
-        "wordy, puzzles, fixed norm": [AR, AR_1, UNBIASED_1, LOPTI, TWO_PASSES, SPLIT, *LONG_STEPS],
-        "wordy, puzzles, fixed norm, new seeds": [UNBIASED_1, TWO_PASSES],
-        "bundled, puzzles, fixed norm": [UNBIASED_1, TWO_PASSES],
-        "one-wording, puzzles, fixed norm": [UNBIASED_1, TWO_PASSES],
+        "wordy, fixed norm": [AR, AR_1, UNBIASED_1, LOPTI, TWO_EPOCHS, SPLIT, *LONG_STEPS],
+        "wordy, fixed norm, new seeds": [UNBIASED_1, TWO_EPOCHS],
+        "bundled, fixed norm": [UNBIASED_1, TWO_EPOCHS],
+        "one-wording, fixed norm": [UNBIASED_1, TWO_EPOCHS],
     },
     "true or false, first": {"SmolLM2, true or false, first": OF_TRUE_OR_FALSE},
     "true or false, second": {"SmolLM2, true or false, second": OF_TRUE_OR_FALSE},
 }
-METHODS = ["GRPO", "AR, α = 0.3", "Lopti", "two-pass GRPO"]  # of the first picture
+METHODS = ["GRPO", "AR, α = 0.3", "Lopti", "GRPO, two epochs"]  # of the first picture
 SEVEN = [  # its comparisons
-    "bundled, puzzles",
-    "bundled, puzzles, new seeds",
-    "one-wording, puzzles",
-    "wordy, puzzles, fixed norm",
+    "bundled",
+    "bundled, new seeds",
+    "one-wording",
+    "wordy, fixed norm",
     "SmolLM2, word problems",
     "SmolLM2, true or false, first",
     "SmolLM2, true or false, second",
@@ -120,11 +123,13 @@ CHANGES = {  # columns of R1's second table: what is measured
     "norm of π < 0.25, divided by π ≥ 0.75": "norm of π < 0.25 / norm of π ≥ 0.75",
     "change by step A − change by step B": "difference of the two updates",
 }
-FIRST_STEPS = {  # columns of the table of R8: what is measured
+FIRST_STEPS = {  # columns of R7's table of language models: what is measured
     "E_s[π]": "average π by the mean gradient",
     "E_v[π]": "average π by the squared norm",
-    "first step: AR − GRPO": "gain of AR α = 0.3, gradient descent",
-    "first step: Lopti − GRPO": "gain of Lopti, gradient descent",
+    "gain of AR, in %": "gain of AR α = 0.3, gradient descent",
+    "gain of Lopti, in %": "gain of Lopti, gradient descent",
+    "of AR with AdamW": "gain of AR α = 0.3, AdamW",
+    "of Lopti with AdamW": "gain of Lopti, AdamW",
 }
 
 
@@ -186,7 +191,7 @@ def of_tasks(compared):
     tasks = tasks.assign(row=tasks.task + ", " + tasks.optimizer)
     accuracies = tasks.pivot(index=["row", "seed"], columns="method", values="accuracy")
     found = {}
-    for pairs in ((AR_1, LOPTI), (SPLIT, TWO_PASSES, AR)):  # corrected together
+    for pairs in ((AR_1, LOPTI), (SPLIT, TWO_EPOCHS, AR)):  # corrected together
         values = {}
         for row in tasks.row.unique():
             for pair in pairs:
@@ -196,27 +201,30 @@ def of_tasks(compared):
 
 
 def steps_of_r4():
-    """Returns {method: {seed: the accuracy and the KL of each training step}}."""
+    """Returns {comparison: {method: {seed: the accuracy and both KLs of each training step}}}."""
     runs = pandas.read_csv(FOLDER / "runs.csv")
     steps = pandas.read_csv(FOLDER / "steps.csv").merge(runs, on="run")
     found = {}
-    for (method, seed), of_run in steps.groupby(["method", "seed"], sort=False):
-        found.setdefault(method, {})[seed] = of_run[["accuracy", "kl"]]
+    keys = ["comparison", "method", "seed"]
+    for (comparison, method, seed), of_run in steps.groupby(keys, sort=False):
+        of_comparison = found.setdefault(comparison, {})
+        of_comparison.setdefault(method, {})[seed] = of_run[["accuracy", "kl", "kl_in_update"]]
     return found
 
 
-def at_equal_kl(first, second):
-    """Returns a difference for each seed; first and second: {seed: accuracy and KL of each step}.
+def at_equal_kl(first, second, measured):
+    """Returns a difference for each seed; first and second: {seed: accuracy and KLs of each step}.
 
-    Both jump from step to step, so each is the mean of five steps. The difference is a mean over
-    the KL that both runs cover, from 0.006 to 0.05 at most.
+    `measured` is the column of the KL. It and the accuracy jump from step to step, so each is the
+    mean of five steps. The difference is a mean over the KL that both runs cover, from 0.006 to
+    0.05 at most.
     """
     found = {}
     for seed in first:
         curves = []
         for steps in (first[seed], second[seed]):
-            means = steps.rolling(5).mean().dropna()
-            curves.append((means.kl.cummax().to_numpy(), means.accuracy.to_numpy()))
+            means = steps[["accuracy", measured]].rolling(5).mean().dropna()
+            curves.append((means[measured].cummax().to_numpy(), means.accuracy.to_numpy()))
         low = max(0.006, *(kl[0] for kl, _ in curves))
         high = min(0.05, *(kl[-1] for kl, _ in curves))
         kl = numpy.linspace(low, high, 101)
@@ -284,8 +292,7 @@ def gradient_norms():
 def first_steps(columns, settings=None):
     """Returns a table of first_steps.csv, as texts; columns: {label: what is measured}."""
     steps = pandas.read_csv(FOLDER / "first_steps.csv", dtype=str)
-    text = (steps.value + " ± " + steps.half_interval).str.replace("-", "−")
-    steps["text"] = text.where(~steps.measured.str.contains("gain"), text + " %")
+    steps["text"] = (steps.value + " ± " + steps.half_interval).str.replace("-", "−")
     wide = steps.pivot(index="model", columns="measured", values="text").fillna("–")
     wide = wide.loc[settings or list(steps.model.unique()), list(columns.values())]
     return wide.set_axis(list(columns), axis="columns")
@@ -294,13 +301,13 @@ def first_steps(columns, settings=None):
 def kinds_of_tokens():
     groups = pandas.read_csv(FOLDER / "r2.csv", index_col="group")
     lines = []
-    for kind in ("all of them", "synonyms", "</think>", "new try", "all else"):
+    for kind in ("synonyms", "</think>", "new try", "all else"):
         row = groups.loc[f"π < 0.25, {kind}"]
         squared = f"{row.share_of_squared_norm:.2f} ± {row.squared_norm_half_interval:.2f}"
         mean = f"{row.share_of_mean_gradient:.2f} ± {row.mean_gradient_half_interval:.2f}"
         kind = kind.replace("</think>", "`</think>`")
-        lines.append([kind, f"{100 * row.share_of_tokens:.3g} %", squared, mean.replace("-", "−")])
-    head = ["bundled model, π < 0.25", "share of the tokens", "share of the squared norm"]
+        lines.append([kind, f"{100 * row.share_of_tokens:.3g}", squared, mean.replace("-", "−")])
+    head = ["bundled model, π < 0.25", "% of the tokens", "share of the squared norm"]
     return table([*head, "share of the mean gradient"], lines)
 
 
@@ -318,46 +325,59 @@ def conditions():
         [optimizer] = grpo.optimizer.unique()
         accuracy = f"{grpo.training_accuracy.mean():.3f}"
         lines.append([comparison, steps, seeds, f"{optimizer}, {rates}", accuracy])
-    head = ["comparison", "training steps", "seeds (of AR)", "optimizer, learning rate or norm"]
+    head = ["comparison", "steps", "seeds (of AR)", "learning rate or norm"]
     return table([*head, "GRPO's accuracy in training"], lines)
 
 
 def equal_kl(training):
+    """Returns the table of R4. The differences at equal KL are corrected together for each KL."""
     steps = steps_of_r4()
-    values = {}
-    for method, of_method in steps.items():
-        if method != "GRPO":
-            values[method] = at_equal_kl(of_method, steps["GRPO"])
-    found = corrected(values)
+    found = {}  # {KL: {(comparison, method): Difference}}
+    behind = {}  # {(comparison, method): in how many seeds the accuracy is below GRPO's}
+    for measured in ("kl", "kl_in_update"):
+        values = {}
+        for comparison, methods in steps.items():
+            if measured == "kl" and "new seeds" not in comparison:
+                continue  # the older runs have only the KL in the update
+            for method in list(methods)[1:]:  # GRPO is the first
+                each = at_equal_kl(methods[method], methods["GRPO"], measured)
+                values[comparison, method] = each
+                behind[comparison, method] = f"{(each < 0).sum()} of {len(each)}"
+        found[measured] = corrected(values)
     lines = []
-    for method, of_method in steps.items():
-        cells = ["–", "–"]
-        if method != "GRPO":
-            in_training = training["bundled, puzzles, new seeds", f"{method} − GRPO"]
-            cells = [shown(in_training), shown(found[method])]
-        last = numpy.mean([of_run.kl.iloc[-1] for of_run in of_method.values()])
-        lines.append([method, *cells, f"{last:.3f}"])
-    head = ["bundled, new seeds", "minus GRPO, in training", "minus GRPO, at equal KL"]
-    return table([*head, "KL at the end"], lines)
+    for comparison, methods in steps.items():
+        last = {}
+        for method, of_method in methods.items():
+            each = [of_run["kl_in_update"].iloc[-1] for of_run in of_method.values()]
+            last[method] = f"{numpy.mean(each):.3f}"
+        for method in list(methods)[1:]:
+            key = (comparison, method)
+            line = [f"{comparison}: {method}"]
+            line.append(shown(training[comparison, f"{method} − GRPO"]))
+            line += [shown(found["kl"].get(key)), shown(found["kl_in_update"][key])]
+            lines.append([*line, behind[key], f"{last[method]}, {last['GRPO']}"])
+    head = ["minus GRPO", "at equal steps", "at equal KL", "at equal KL in the update"]
+    return table([*head, "seeds behind GRPO", "last KL in the update, GRPO's"], lines)
 
 
-def of_r5(training, final, comparisons, columns):
-    """Returns a table; a column is a pair of methods, a comma, and *in training* or *final*."""
-    found = {}  # {(comparison, column): Difference}
-    for (comparison, pair), each in training.items():
-        found[comparison, f"{pair}, in training"] = each
-    for (comparison, pair), each in final.items():
-        found[comparison, f"{pair}, final"] = each
-    return grid("accuracy", names(*comparisons), names(*columns), found)
+def both_measures(pairs, training, final):
+    """Returns a table with a row for each difference; pairs: {pair: its comparisons}."""
+    lines = []
+    for pair, comparisons in pairs.items():
+        for comparison in comparisons:
+            key = (comparison, pair)
+            cells = [shown(training[key]), shown(final.get(key))]
+            lines.append([f"{comparison}: {pair}", *cells])
+    return table(["accuracy", "in training", "final"], lines)
 
 
 def of_r6(training):
     found = {}  # {(pair without α, α): Difference}
     for (comparison, pair), each in training.items():
         for alpha in ("α = 0.3", "α = 0.6", "α = 1"):
-            if comparison == "bundled, puzzles" and alpha in pair:
+            if comparison == "bundled" and alpha in pair:
                 found[pair.replace(f", {alpha}", ""), alpha] = each
-    found[BOTH, "α = 0.3"] = training["bundled, puzzles", BOTH]
+    found[BOTH, "α = 0.3"] = training["bundled", BOTH]
     rows = names("AR − GRPO", "unbiased AR − GRPO", "unbiased AR − AR", BOTH)
     return grid("bundled model", rows, names("α = 0.3", "α = 0.6", "α = 1"), found)
 
@@ -381,7 +401,7 @@ def of_r7(compared):
             row = f"{task}, {optimizer}"
             if (row, AR) in found:
                 rows[row] = row
-    columns = {pair.removesuffix(" − GRPO"): pair for pair in (AR, AR_1, TWO_PASSES, LOPTI)}
+    columns = {pair.removesuffix(" − GRPO"): pair for pair in (AR, AR_1, TWO_EPOCHS, LOPTI)}
     return grid(f"minus GRPO, {compared}", rows, columns | names(SPLIT), found)
 
 
@@ -413,12 +433,19 @@ def tables():
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
     of_r2 = {share: f"{share}, π < 0.25" for share in shares}
-    three_models = ["bundled, puzzles", "one-wording, puzzles", "wordy, puzzles, fixed norm"]
-    of_split = [f"{ORDER}, in training", f"{ORDER}, final"]
-    of_split += [f"{RANDOM}, in training", f"{LONG}, in training"]
-    of_passes = []
-    for pair in ALONE:
-        of_passes += [f"{pair}, in training", f"{pair}, final"]
+    true_or_false = ["SmolLM2, true or false, second", "SmolLM2, true or false, first"]
+    of_oracle = {
+        ORACLE[0]: [*true_or_false, "wordy, fixed norm", "bundled"],
+        ORACLE[1]: ["wordy, fixed norm"],
+    }
+    others = [*SECTIONS["fixed norm"], *true_or_false]
+    of_r5 = {
+        ORDER: ["bundled", "one-wording", "wordy, fixed norm"],
+        RANDOM: ["bundled", "wordy, fixed norm"],
+        LONG: ["bundled, new seeds", "wordy, fixed norm"],
+        ALONE[0]: ["bundled"],
+        ALONE[1]: ["bundled"],
+    }
     held_out = [comparison for comparison in SEVEN if (comparison, LOPTI) in final]
     return {
         "paper": of_paper(),
@@ -426,18 +453,21 @@ def tables():
         "R1, changes": of_frame("setting", first_steps(CHANGES)),
         "R2, models": of_frame("π < 0.25", first_steps(of_r2, models)),
         "R2, kinds of tokens": kinds_of_tokens(),
+        "R2, oracle": both_measures(of_oracle, training, final),
         "R3, conditions": conditions(),
         "R3, final accuracy": grid(
-            "final accuracy", names(*held_out), names(AR, LOPTI, TWO_PASSES, SPLIT, BOTH), final
+            "final accuracy", names(*held_out), names(AR, LOPTI, TWO_EPOCHS, SPLIT, BOTH), final
         ),
         "R4": equal_kl(training),
-        "R5": of_r5(training, final, three_models, of_split),
-        "R5, one pass alone": of_r5(training, final, ["bundled, puzzles"], of_passes),
+        "R5": both_measures(of_r5, training, final),
         "R6": of_r6(training),
+        "R6, other models": grid(
+            "in training", names(*others), names(UNBIASED_1, TWO_EPOCHS), training
+        ),
         "R7, tasks": tasks_of_r7(),
         "R7, at equal KL": of_r7("at equal KL"),
         "R7, at the best rates": of_r7("at the best rates"),
-        "R8": of_frame("before training", first_steps(FIRST_STEPS, models)),
+        "R7, language models": of_frame("before training", first_steps(FIRST_STEPS, models)),
         "GPU": gpu_step(),
     }
 
@@ -447,7 +477,7 @@ def tables():
 
 def comparisons():
     """A panel for each pair of methods, and in it a mark for each of the seven comparisons."""
-    pairs = (AR, LOPTI, TWO_PASSES, SPLIT)
+    pairs = (AR, LOPTI, TWO_EPOCHS, SPLIT)
     found = of_runs("training_accuracy")
     figure, panels = plt.subplots(1, len(pairs), figsize=(12.5, 5.5), sharey=True)
     for panel, pair in zip(panels, pairs, strict=True):
@@ -467,12 +497,12 @@ def comparisons():
                 fill = color if weight == "bold" else "white"
                 style = {"color": color, "markerfacecolor": fill, "markersize": 7, "capsize": 3}
                 panel.errorbar(each.mean, line + 0.08, xerr=each.half, fmt="o", **style)
-        panel.set_title(pair, size=11, weight="bold")
+        panel.set_title(pair.replace(" − ", "\n− "), size=11, weight="bold")
         panel.set(xlim=(-0.2, 0.2), ylim=(len(SEVEN) - 0.5, -0.8))
     panels[0].set_yticks(range(len(SEVEN)), SEVEN)
     title = (
         "AR (α = 0.3) made no significant difference. Lopti was better than GRPO in three of\n"
-        "seven comparisons, but never better than GRPO with two passes."
+        "seven comparisons, but never better than GRPO with two update epochs."
     )
     figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
     xlabel = (

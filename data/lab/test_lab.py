@@ -4,6 +4,7 @@ They are diagnose.py, curve.py, compare.py and check_model.py.
 """
 
 import copy
+import io
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import check_model
 import compare
 import curve
 import diagnose
+import long_runs
 import matplotlib
 import numpy as np
 import pandas
@@ -41,7 +43,10 @@ SMALL += ["--temperature", "2"]  # for tokens in each bin
 
 @pytest.fixture
 def unequal_rewards(monkeypatch):
-    monkeypatch.setattr(lopti, "compute_rewards", lambda texts, *_: [0.0, 3.0] * (len(texts) // 2))
+    def compute_rewards(function, texts, examples):
+        return [0.0, 3.0] * (len(texts) // 2)
+
+    monkeypatch.setattr(lopti, "compute_rewards", compute_rewards)
 
 
 def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
@@ -52,8 +57,8 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
     """
     update = mock.Mock(wraps=lopti.update)
     monkeypatch.setattr(lopti, "update", update)
-    passes = ["--eta", "0.5", "--order", "high-low", "--passes", "2", "--max-grad-norm", "0.1"]
-    settings = lopti.parse_arguments([*SMALL, *passes, "--alpha", "0.3"])
+    passes = ["--eta", "0.5", "--order", "high-low", "--update-epochs", "2"]
+    settings = lopti.parse_arguments([*SMALL, *passes, "--max-grad-norm", "0.1", "--alpha", "0.3"])
     policy, tokenizer = lopti.load_model(settings.model, "cpu")
     untouched = copy.deepcopy(policy)
     examples, _ = lopti.load_data(settings, tokenizer)
@@ -79,6 +84,24 @@ def test_gradient_norms_and_tokens_of_the_bins(monkeypatch, unequal_rewards):
             gradient = torch.autograd.grad(terms[part[rows, 1:]].sum(), weights, retain_graph=True)
             by_hand[-1].append(torch.nn.utils.get_total_norm(gradient).item())
     assert norms[0] == pytest.approx(np.mean(by_hand, 0), rel=1e-3)
+
+
+def test_diagnose_does_what_its_flags_say(monkeypatch, unequal_rewards):
+    """--min-p and --dtype change what is measured, and --gradient-checkpointing only how."""
+    checkpoint = mock.Mock(wraps=lopti.checkpoint)
+    monkeypatch.setattr(lopti, "checkpoint", checkpoint)
+    found = []
+    for flags in ([], ["--min-p", "0.9"], ["--dtype", "bfloat16"], ["--gradient-checkpointing"]):
+        assert not checkpoint.called
+        settings = lopti.parse_arguments([*SMALL, *flags])
+        policy, tokenizer = lopti.load_model(settings.model, "cpu")
+        examples, _ = lopti.load_data(settings, tokenizer)
+        found.append(diagnose.measure(policy, tokenizer, examples, 1, settings))
+    (tokens, norms), (tokens_of_min_p, _), (_, norms_in_bfloat16), (_, checkpointed) = found
+    assert tokens_of_min_p[0, 3] > tokens[0, 3]  # nearly greedy: nearly all tokens have π ≥ 0.75
+    assert norms_in_bfloat16 != pytest.approx(norms, rel=1e-4)
+    assert checkpointed == pytest.approx(norms)
+    assert checkpoint.called
 
 
 def test_table_of_diagnose_by_hand():
@@ -138,7 +161,7 @@ def test_differences_by_hand():
     """Each pair of lists gets the mean of the differences by seed, and its 95 % interval.
 
     B minus A is 0.01, 0.02, 0.03 in training, hence 0.02 ± 4.303·0.01/√3, and 0.1, 0.1, 0.4 held
-    out, hence 0.2 ± 4.303·0.1.
+    out, hence 0.2 ± 4.303·0.1. Held out, C minus A is always -0.5, and C minus B is -0.7 ± 0.43.
     """
     runs = []
     for seed, training, held_out in ((0, 0.01, 0.1), (1, 0.02, 0.1), (2, 0.03, 0.4)):
@@ -149,8 +172,17 @@ def test_differences_by_hand():
     table = compare.paired_differences(runs)
     assert list(table.index) == ["B minus A", "C minus A", "C minus B"]
     by_hand = [3, 0.02, 4.3027 * 0.01 / 3**0.5, 0.2, 4.3027 * 0.1]
-    assert list(table.loc["B minus A"]) == pytest.approx(by_hand, rel=1e-4)
+    columns = ["seeds", "training", "training ±", "held out", "held out ±"]
+    assert list(table.loc["B minus A", columns]) == pytest.approx(by_hand, rel=1e-4)
     assert table.loc["C minus B", "training"] == pytest.approx(-1.02)
+    assert list(table["training *"]) == ["", "", ""]
+    assert list(table["held out *"]) == ["", "*", "*"]
+
+
+def table_row(measure, difficulty, mean, low=0.0, high=1.0):
+    """A row of an evaluation, as `lopti.accuracy_table` makes it."""
+    row = {"measure": measure, "difficulty": difficulty}
+    return row | {"mean": mean, "low": low, "high": high}
 
 
 @pytest.fixture
@@ -166,14 +198,17 @@ def trained(monkeypatch, tmp_path):
         folder = Path(settings.output)
         (folder / "final").mkdir(parents=True)  # as lopti.py, it refuses a folder that exists
         print("the report of a run")
+        assert Path(f"{folder}.txt").read_text() == "the report of a run\n"  # at once
         for step, accuracy in enumerate((9.0, 0.2 + 0.2 * settings.seed, 0.4 + settings.eta), 1):
             line = dict.fromkeys(curve.PANELS.values(), 9.0)
             lopti.add_line(folder / "metrics.jsonl", line | {"step": step, "accuracy": accuracy})
         for step, value in ((0, 9.0), (3, 0.5 + settings.alpha)):
-            table = {"greedy": {"2": [7.0, 0, 1], "all": [value, 0, 1]}}
+            measures = {"greedy": value}
             if settings.eval_samples:
-                table[f"avg@{settings.eval_samples}"] = table["greedy"]
-                table["greedy"] = {"all": [9.0, 0, 1]}
+                measures = {"greedy": 9.0, f"avg@{settings.eval_samples}": value}
+            table = []
+            for measure, mean in measures.items():
+                table += [table_row(measure, "2", 7.0), table_row(measure, "all", mean)]
             lopti.add_line(folder / "evaluations.jsonl", {"step": step, "table": table})
 
     monkeypatch.chdir(tmp_path)
@@ -194,7 +229,7 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
     lines = [line.split() for line in printed.splitlines()]
     assert ["GRPO", "0.35", "0.5"] in lines
     assert [*lists[1].split(), "0.60", "0.5"] in lines
-    difference = f"{lists[2]} minus {lists[1]} 2 -0.25 0.0 0.3 0.0"
+    difference = f"{lists[2]} minus {lists[1]} 2 -0.25 0.0 * 0.3 0.0 *"
     assert difference.split() in lines
     assert lines[:2] == [
         ["GRPO,", "seed", "0"],
@@ -212,7 +247,6 @@ def test_compare_trains_each_run_once(trained, tmp_path, capsys):
             "evaluations.jsonl",
             "metrics.jsonl",
         ]
-        assert Path(f"{folder}.txt").read_text() == "the report of a run\n"
     code = "import sys, compare, lopti; lopti.train = None; compare.main(sys.argv[1:])"
     paths = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     again = subprocess.run(
@@ -275,6 +309,16 @@ def test_each_program_refuses_in_one_sentence(trained, tmp_path, capsys):
     assert not trained and not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("program", [check_model, compare, curve, diagnose, long_runs])
+def test_each_program_prints_at_once_and_in_any_encoding(program, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "argv", ["program", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        program.main()
+    assert stream.line_buffering
+
+
 # curve.py -----------------------------------------------------------------------------------------
 
 
@@ -284,10 +328,11 @@ def write_run(folder, metrics="metrics", evaluations="evaluations", run=None):
         line = dict.fromkeys(curve.PANELS.values(), 0.1 * step)
         lopti.add_line(folder / f"{metrics}.jsonl", line | {"step": step, "accuracy": accuracy})
     for step, mean in ((0, 0.2), (6, 0.8)):
-        table = {"greedy": {"2": [0.9, 0.9, 0.9], "all": [mean, mean - 0.1, mean + 0.2]}}
+        table = [table_row("greedy", "all", mean, mean - 0.1, mean + 0.2)]
+        table.append(table_row("greedy", "2", 0.9))
         line = {"step": step, "table": table}
         if run:
-            table["avg@2"] = {"all": [mean / 2, 0.0, 1.0]}
+            table.append(table_row("avg@2", "all", mean / 2))
             line["run"] = run
         lopti.add_line(folder / f"{evaluations}.jsonl", line)
 
@@ -304,7 +349,7 @@ def test_runs_are_read_from_folders_and_from_files(tmp_path):
         write_run(tmp_path / "several", name, "their_evaluations", run=name)
     lopti.add_line(
         tmp_path / "several" / "their_evaluations.jsonl",
-        {"run": "two", "step": 7, "table": {"greedy": {"all": [0.1, 0.0, 0.2]}}},
+        {"run": "two", "step": 7, "table": [table_row("greedy", "all", 0.1)]},
     )
     _, of_one = curve.read_run(tmp_path / "several" / "one.jsonl")
     _, of_two = curve.read_run(tmp_path / "several" / "two.jsonl")
@@ -313,9 +358,10 @@ def test_runs_are_read_from_folders_and_from_files(tmp_path):
 
 
 def test_curves_by_hand(tmp_path, monkeypatch, capsys):
-    """A mean of five steps stands at the third; evaluations have their own intervals.
+    """A mean of five steps stands at the third, and at both ends there are means of fewer.
 
-    Each run has its colour, and a file of svg is the same each time.
+    Evaluations have their own intervals, each run has its colour, and a file of svg is the same
+    each time.
     """
     monkeypatch.setattr(curve.plt, "close", lambda figure: None)  # so that it can be looked at
     for name in ("one", "two"):
@@ -328,12 +374,12 @@ def test_curves_by_hand(tmp_path, monkeypatch, capsys):
     figure = curve.plt.gcf()
     titles = [axis.get_title(loc="left") for axis in figure.axes]
     assert [title for title in titles if title] == list(curve.PANELS)
-    accuracy = figure.axes[1]
+    accuracy = figure.axes[0]
     thin, thick, *_ = accuracy.lines
     assert list(thin.get_ydata()) == [0, 0, 0, 0, 0.5, 1]
     means = dict(zip(thick.get_xdata(), thick.get_ydata()))
     assert means[3] == pytest.approx(0.1) and means[4] == pytest.approx(0.3)
-    assert np.isnan(means[2]) and np.isnan(means[5])
+    assert means[1] == 0 and means[5] == pytest.approx(1.5 / 4)
     intervals = accuracy.collections[0].get_segments()
     assert intervals[1][:, 1].tolist() == pytest.approx([0.7, 1.0])
     colors = {line.get_color() for line in figure.axes[0].lines}
@@ -342,6 +388,17 @@ def test_curves_by_hand(tmp_path, monkeypatch, capsys):
     assert "first run" in text and "second run" in text
     curve.main([*words, "--plot", str(plot)])
     assert plot.read_text() == text
+
+
+@pytest.mark.parametrize("name", ["", "metrics.jsonl"])
+def test_without_plot_it_is_in_the_folder_of_the_first_run(name, tmp_path, capsys):
+    for run in ("one", "two"):
+        (tmp_path / run).mkdir()
+        write_run(tmp_path / run)
+    curve.main([str(tmp_path / "one" / name), str(tmp_path / "two")])
+    plot = tmp_path / "one" / "curve.png"
+    assert plot.exists()
+    assert capsys.readouterr().out == f"The plot is in {plot}.\n"
 
 
 def test_the_picture_of_the_readme_is_what_curve_draws(tmp_path):
@@ -413,7 +470,6 @@ def test_check_model_crosses_the_original_length(monkeypatch, capsys):
             TINY, max_position_embeddings=positions, rope_parameters={"rope_theta": 1e3} | rope
         )
         model.generation_config.eos_token_id = [tokenizer.eos_token_id]
-        model.in_bfloat16 = False
         monkeypatch.setattr(lopti, "load_model", mock.Mock(return_value=(model, tokenizer)))
         assert check_model.main([TINY]) == code
         printed = capsys.readouterr().out

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 LAB = Path(__file__).resolve().parent
 ROOT = LAB.parents[1]
-sys.path[:0] = [str(ROOT), str(LAB), str(ROOT / "data" / "ports")]
+sys.path[:0] = [str(ROOT), str(LAB)]
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the hub
 
 import pytest
@@ -22,7 +22,6 @@ import torch
 
 pytest.importorskip("IPython", reason="pip install -r data/lab/requirements.txt")
 
-import check_port
 import lecture
 import numpy
 from matplotlib.colors import to_rgb
@@ -32,6 +31,7 @@ import lopti
 
 NOTEBOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"]]
+CLIPS = (0.2, 0.24, 10.0)
 
 
 def cell_that_begins(start):
@@ -65,14 +65,13 @@ def test_the_functions_that_the_student_writes(capsys):
     """The empty ones are wrong, the solution is right, and slips are named."""
     cell = cell_that_begins("def reweight_advantages(")
     solution = cell_that_begins("<details><summary>Solution<").split("```")[1]
-    solution = solution.removeprefix("python") + cell[cell.index("yours = ") :]
+    solution = solution.removeprefix("python") + "\n\n" + cell.splitlines()[-1]
 
     def said(*change):
-        run(solution.replace(*change), **names)
+        run(solution.replace(*change), lecture=lecture)
         return capsys.readouterr().out
 
-    names = {"SimpleNamespace": SimpleNamespace, "check_port": check_port}
-    run(cell, **names)
+    run(cell, lecture=lecture)
     weights, *split = capsys.readouterr().out.splitlines()
     assert weights == "reweight_advantages: Wrong: the advantages are not weighted by Eq. 4"
     assert split[0].startswith("split_tokens: Wrong")
@@ -81,6 +80,14 @@ def test_the_functions_that_the_student_writes(capsys):
         assert "split_tokens: Wrong" in said(*change)
     assert "compared with log π" in said("old_logprobs.exp() <", "old_logprobs <")
     assert "reweight_advantages: Wrong" in said("+ (1 - alpha)", "")
+    tensor = "a bool tensor of shape (2, 3)"
+    wrong = f"split_tokens: Wrong: here it must return {tensor} and {tensor}, but it returns "
+    assert wrong + "nothing.\n" in said("return low, mask & ~low", "")
+    assert wrong + f"{tensor}.\n" in said("return low, mask & ~low", "return low")
+    numbers = "a float32 tensor of shape (2, 3)"
+    assert wrong + f"{numbers} and {tensor}.\n" in said("return low,", "return low.float(),")
+    wrong = f"reweight_advantages: Wrong: here it must return {numbers}, but it returns nothing.\n"
+    assert said("return (alpha", "(alpha") == wrong + "split_tokens: Right.\n"
 
 
 def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
@@ -164,7 +171,7 @@ def test_the_picture_of_the_bounds():
 
 def test_the_picture_of_the_clip():
     """Dark: from 0.8 on where Â < 0, up to 1.24 where Â > 0."""
-    lecture.clip_cases({"B": (2.22, 1), "C": (0.3, -1)})
+    lecture.clip_cases({"B": (2.22, 1), "C": (0.3, -1)}, CLIPS)
     _, falls, _, rises = lecture.plt.gca().collections
     letters = {letter.get_text(): letter.get_position() for letter in lecture.plt.gca().texts}
     assert letters == {"B": (2.22, 1), "C": (0.3, 0)}
@@ -292,7 +299,7 @@ def test_in_the_experiment_help_becomes_harm():
     """What the text beside the experiment says, with its own cell and three seeds."""
     policies = functools.partial(lecture.SmallPolicies, seeds=3)
     small = SimpleNamespace(SmallPolicies=policies, count_right=lecture.count_right)
-    names = {"lecture": small, "lopti": lopti, "torch": torch}
+    names = {"lecture": small, "lopti": lopti, "torch": torch, "clips": CLIPS}
     text = cell_that_begins("pi_of_right = 0.7")
 
     def make_optimizer(weights):
@@ -325,7 +332,8 @@ def test_the_passes_of_the_experiment():
                 logprobs.register_hook(lambda gradient: trained.append((gradient != 0, pi)))
             return logprobs
 
-    cell = run(cell_that_begins("pi_of_right = 0.7"), lecture=lecture, lopti=lopti, torch=torch)
+    names = {"lecture": lecture, "lopti": lopti, "torch": torch, "clips": CLIPS}
+    cell = run(cell_that_begins("pi_of_right = 0.7"), **names)
     torch.manual_seed(0)
     policy = Observed(0.7, 1 / 8, False, seeds=1)
     cell["train"]("Lopti", policy, lecture.NormedDescent(policy.weights, norm=1e-6), steps=1)
