@@ -1,10 +1,12 @@
 """A right port, as short as PyTorch allows: the functions that check_port.py calls.
 
 The first five have the names, arguments and values of those in lopti.py. They are not imported from
-there, because check_port.py changes their lines to simulate mistakes.
+there, because check_port.py changes their lines to simulate mistakes. At the end is what helps to
+call a trainer whose update is a single call.
 """
 
-from functools import partial
+import copy
+from types import SimpleNamespace
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -44,21 +46,37 @@ def kl_estimate(logprobs, ref_logprobs):
     return estimate
 
 
-def run_passes(logprobs, ref_logprobs, mask, parameters, optimizer, case):
-    """Makes the passes over the mini-batches; `logprobs()` gives the current ones, (B, T).
+def run_passes(model, reference, optimizer, case):
+    """Makes the passes over the mini-batches of a case, with the policy `model`.
 
     It yields after each optimizer step the norm of its gradient before it is clipped.
     """
+    starts = torch.tensor([[len(prompt)] for prompt in case["prompts"]])  # (B, 1)
+    sequences = []
+    for prompt, response in zip(case["prompts"], case["responses"]):
+        sequences.append(torch.tensor(prompt + response))
+    ids = pad_sequence(sequences, batch_first=True, padding_value=-1)  # (B, L), on the right
+    mask = (ids >= 0) & (torch.arange(ids.shape[1]) >= starts)
+    mask = mask[:, 1:]  # the logits after token t speak of token t+1
+    ids = ids.clamp(min=0)
+
+    def logprobs(rows=slice(None), model=model, temperature=case["temperature"]):
+        logits = model(ids[rows]).logits[:, :-1]
+        every_logprob = (logits / temperature).log_softmax(-1)  # (rows, L-1, V)
+        return every_logprob.gather(-1, ids[rows, 1:, None])[..., 0]
+
+    ref_logprobs = logprobs(model=reference).detach()
     old_logprobs = logprobs().detach()
     rewards = torch.tensor(case["rewards"], dtype=old_logprobs.dtype)
     advantages = group_advantages(rewards, case["group_size"])[:, None] * mask
     advantages = reweight_advantages(advantages, old_logprobs, case["alpha"])
     passes = split_tokens(old_logprobs, mask, case["eta"]) if case["eta"] else [mask]
     mini_batches = torch.arange(len(mask)).split(case["mini_batch_size"])
+    parameters = list(model.parameters())
     clips = (case["clip_low"], case["clip_high"], case["clip_dual"])
     for update_mask in passes:
         for rows in mini_batches:
-            new = logprobs()[rows]
+            new = logprobs(rows)
             losses = policy_loss(new, old_logprobs[rows], advantages[rows], *clips)
             losses = losses + case["kl_coef"] * kl_estimate(new, ref_logprobs[rows])
             N = mask[rows].sum()  # all response tokens of the mini-batch, in both passes
@@ -71,41 +89,52 @@ def run_passes(logprobs, ref_logprobs, mask, parameters, optimizer, case):
             yield float(norm)
 
 
+class Table(torch.nn.Module):
+    """The policy of level 2, a table of logits (V, V), as a model: its logits after each token."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.rows = torch.nn.Parameter(torch.tensor(rows, dtype=torch.float64))
+
+    def forward(self, ids, **ignored):  # (B, L) → (B, L, V)
+        return SimpleNamespace(logits=self.rows[ids])
+
+
 def update(case):
-    """The update of a policy that is a table (V, V): the table after each optimizer step."""
-    responses = [torch.tensor(response) for response in case["responses"]]
-    ids = pad_sequence(responses, batch_first=True, padding_value=-1)  # (B, T)
-    mask = ids >= 0
-    ids = ids.clamp(min=0)
-    before = torch.cat([torch.tensor(case["prompts"])[:, None], ids[:, :-1]], 1)
-
-    def logprobs(logits, temperature=case["temperature"]):
-        every_logprob = (logits[before] / temperature).log_softmax(-1)  # (B, T, V)
-        return every_logprob.gather(-1, ids[..., None])[..., 0]
-
-    table = torch.tensor(case["table"], dtype=torch.float64, requires_grad=True)
-    reference = logprobs(torch.tensor(case["reference"], dtype=torch.float64))
-    optimizer = torch.optim.AdamW([table], case["learning_rate"], weight_decay=case["weight_decay"])
-    for _ in run_passes(partial(logprobs, table), reference, mask, [table], optimizer, case):
-        yield table.detach().clone()
+    """The update of a table: a copy of it after each optimizer step."""
+    case = case | {"prompts": [[token] for token in case["prompts"]]}
+    table = Table(case["table"])
+    reference = Table(case["reference"])
+    rates = {"lr": case["learning_rate"], "weight_decay": case["weight_decay"]}
+    optimizer = torch.optim.AdamW(table.parameters(), **rates)
+    for _ in run_passes(table, reference, optimizer, case):
+        yield table.rows.detach().clone()
 
 
 def update_model(model, optimizer, case):
     """The update of a causal language model, which is also the reference: the gradient norms."""
-    starts = torch.tensor([[len(prompt)] for prompt in case["prompts"]])  # (B, 1)
-    rows = []
-    for prompt, response in zip(case["prompts"], case["responses"]):
-        rows.append(torch.tensor(prompt + response))
-    ids = pad_sequence(rows, batch_first=True, padding_value=-1)  # (B, L), padded on the right
-    mask = (ids >= 0) & (torch.arange(ids.shape[1]) >= starts)
-    mask = mask[:, 1:]  # the logits after token t speak of token t+1
-    ids = ids.clamp(min=0)
+    return list(run_passes(model, copy.deepcopy(model), optimizer, case))
 
-    def logprobs(temperature=case["temperature"]):
-        logits = model(ids).logits[:, :-1].float()
-        every_logprob = (logits / temperature).log_softmax(-1)  # (B, L-1, V)
-        return every_logprob.gather(-1, ids[:, 1:, None])[..., 0]
 
-    reference = logprobs().detach()
-    parameters = list(model.parameters())
-    return list(run_passes(logprobs, reference, mask, parameters, optimizer, case))
+# For a trainer whose update is a single call ------------------------------------------------------
+
+
+def record_tables(optimizer, table):
+    """Returns a list that gets a copy of the table after each step that the optimizer makes."""
+    tables = []
+    optimizer.register_step_post_hook(lambda *_: tables.append(table.detach().clone()))
+    return tables
+
+
+def recorded(function, results):
+    """Returns the function, changed so that it also puts its results into a list.
+
+    To get the norms at level 3, while your trainer runs (its module is `trainer` here):
+    with mock.patch.object(trainer, "clip_grad_norm_", recorded(clip_grad_norm_, norms)):
+    """
+
+    def call(*arguments, **options):
+        results.append(function(*arguments, **options))
+        return results[-1]
+
+    return call
