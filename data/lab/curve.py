@@ -87,7 +87,7 @@ def draw(path, runs):
             axis.set_xlabel("training step")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         lines, labels = panels[0].get_legend_handles_labels()
-        words = "thin: each step; thick: mean of up to five; points: held out, 95 % intervals"
+        words = "thin: each step; thick: mean of up to five steps; points: held out, 95 % intervals"
         style = {"loc": "outside lower left", "alignment": "left", "ncols": 4, "frameon": False}
         figure.legend(lines, labels, title=words, **style)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -37,6 +37,7 @@ LOOK = {  # of the picture
     "axes.spines.right": False,
     "ytick.left": False,
     "figure.constrained_layout.use": True,
+    "figure.constrained_layout.w_pad": 0.1,  # other fonts are wider
     "svg.hashsalt": "lopti",
     "svg.fonttype": "none",  # text stays text
 }
@@ -498,7 +499,7 @@ def comparisons():
                 style = {"color": color, "markerfacecolor": fill, "markersize": 7, "capsize": 3}
                 panel.errorbar(each.mean, line + 0.08, xerr=each.half, fmt="o", **style)
         panel.set_title(pair.replace(" − ", "\n− "), size=11, weight="bold")
-        panel.set(xlim=(-0.2, 0.2), ylim=(len(SEVEN) - 0.5, -0.8))
+        panel.set(xlim=(-0.2, 0.2), xticks=(-0.1, 0, 0.1), ylim=(len(SEVEN) - 0.5, -0.8))
     panels[0].set_yticks(range(len(SEVEN)), SEVEN)
     title = (
         "AR (α = 0.3) made no significant difference. Lopti was better than GRPO in three of\n"

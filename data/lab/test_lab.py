@@ -1,10 +1,11 @@
 """Tests of the programs of this folder: python -m pytest -q data/lab/test_lab.py
 
-They are diagnose.py, curve.py, compare.py and check_model.py.
+They are diagnose.py, curve.py, flow.py, compare.py and check_model.py.
 """
 
 import copy
 import io
+import json
 import os
 import subprocess
 import sys
@@ -22,14 +23,17 @@ import check_model
 import compare
 import curve
 import diagnose
+import flow
 import long_runs
 import matplotlib
 import numpy as np
 import pandas
+import results
 import torch
 from transformers import AutoModelForCausalLM
 
 import lopti
+from rewards import kk_reward
 
 TINY = str(HERE.parent / "tiny")
 torch.set_num_threads(1)  # more gain little
@@ -410,6 +414,70 @@ def test_the_picture_of_the_readme_is_what_curve_draws(tmp_path):
     plot = tmp_path / "plot.svg"
     curve.main([*words, "--labels", "AR + Lopti", "GRPO", "--plot", str(plot)])
     assert plot.read_text(encoding="utf-8") == on_record
+
+
+# flow.py ------------------------------------------------------------------------------------------
+
+
+def test_the_picture_of_a_training_step_is_what_flow_draws():
+    on_record = (results.FOLDER / "flow.svg").read_text(encoding="utf-8")
+    if f"Matplotlib v{matplotlib.__version__}," not in on_record:
+        pytest.skip("another version of matplotlib drew it")
+    assert results.svg(flow.flow) == on_record
+
+
+def test_the_numbers_of_a_training_step_by_hand():
+    """π is the model's softmax, a reward is that of the text, and the rest is arithmetic."""
+    record = json.loads(flow.RECORD.read_text(encoding="utf-8"))
+    rows = record["rows"]
+    model, tokenizer = lopti.load_model(TINY, "cpu")
+    puzzles, _ = lopti.load_data(lopti.Settings(), tokenizer)
+    asked = [puzzles[0]] * 4 + [puzzles[5]] * 4
+    for row, puzzle in zip(rows, asked, strict=True):
+        start = row["prompt_length"]
+        assert start == len(puzzle.prompt_ids)
+        ids = torch.tensor(puzzle.prompt_ids + row["ids"])
+        with torch.no_grad():
+            softmax = model(ids[None]).logits[0].softmax(1)
+        pi = [float(softmax[t - 1, ids[t]]) for t in range(start, len(ids))]
+        assert row["pi"] == pytest.approx(pi, abs=1e-5)
+        text = tokenizer.decode(row["ids"], skip_special_tokens=True)
+        assert kk_reward([text], [puzzle.solution]) == [row["reward"]]
+    assert record["question"] == puzzles[5].question
+
+    figure = flow.flow()
+    texts = [text.get_text().replace("−", "-") for text in figure.axes[0].texts]
+    heights = {}  # of the labels, and of the white numbers from left to right
+    whites = []
+    for text in figure.axes[0].texts:
+        heights[text.get_text()] = text.get_position()[1]
+        if text.get_color() == "white":
+            whites.append(text.get_position()[1])
+    flow.plt.close(figure)
+    advantages = []
+    for group in (rows[:4], rows[4:]):
+        numbers = np.array([row["reward"] for row in group])
+        advantages += list((numbers - numbers.mean()) / numbers.std(ddof=1))
+    start = texts.index(f"{rows[0]['reward']:g}")
+    for place, row in enumerate(rows):
+        shown = [f"{row['reward']:g}", f"{advantages[place]:.2f}"]
+        assert texts[start + 2 * place : start + 2 * place + 2] == shown
+    start = texts.index(tokenizer.decode(rows[-1]["ids"][:1]))
+    for place, pi in enumerate(rows[-1]["pi"][:8]):
+        token = tokenizer.decode(rows[-1]["ids"][place : place + 1]).replace("-", "-\n")
+        weight = 0.3 * pi + 0.7
+        advantage = advantages[-1]
+        shown = [token, f"{pi:.2f}", f"{advantage:.2f}", f"× {weight:.2f}"]
+        shown += [f"{weight * advantage:.2f}"] * 2
+        assert texts[start + 6 * place : start + 6 * place + 6] == shown
+        label = "pass 1: π < 0.5" if pi < 0.5 else "pass 2: π ≥ 0.5"
+        assert whites[place] == heights[label]
+    longest = max(row["prompt_length"] + len(row["ids"]) for row in rows)
+    assert f"(B, L) = (8, {longest})" in texts
+    every_pi = np.concatenate([row["pi"] for row in rows])
+    low = (every_pi < 0.5).sum()
+    counts = f"{low} in pass 1, {len(every_pi) - low} in pass 2."
+    assert f"N = {len(every_pi)}, " in texts[-1] and texts[-1].endswith(counts)
 
 
 # check_model.py -----------------------------------------------------------------------------------

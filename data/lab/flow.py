@@ -1,0 +1,178 @@
+"""Draws one training step of the bundled model: which shape flows where, where AR and Lopti act.
+
+python data/lab/flow.py     # samples eight responses into results/flow.json, draws flow.svg
+"""
+
+import json
+import sys
+import textwrap
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import torch
+from results import COLORS, FOLDER, svg
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import lopti
+from rewards import compute_rewards, find_reward, load_data
+
+RECORD = FOLDER / "flow.json"
+GROUP_SIZE = 4
+ALPHA = 0.3
+ETA = 0.5
+COLUMNS = 8  # the first tokens of the last response
+GREY = "#C9CED4"
+QUIET = "#565D66"
+
+
+def sample():
+    """Samples responses to two puzzles. Returns prompt length, ids, their π and reward of each."""
+    settings = lopti.Settings()
+    policy, tokenizer = lopti.load_model(settings.model, "cpu")
+    puzzles, _ = load_data(settings, tokenizer)
+    batch = [puzzles[0], puzzles[5]]
+    torch.manual_seed(39)
+    ids, mask, texts, _ = lopti.sample(policy, tokenizer, batch, GROUP_SIZE, settings)
+    rewards = compute_rewards(find_reward(settings), texts, batch)
+    logprobs, _ = lopti.response_logprobs(policy, ids, mask, settings)
+    rows = []
+    for row, reward in enumerate(rewards):
+        of_row = {"prompt_length": len(batch[row // GROUP_SIZE].prompt_ids), "reward": reward}
+        of_row["ids"] = ids[row][mask[row]].tolist()
+        of_row["pi"] = [round(float(pi), 6) for pi in logprobs[row][mask[row]].exp()]
+        rows.append(of_row)
+    tokens = [tokenizer.decode([token]) for token in rows[-1]["ids"][:COLUMNS]]
+    return {"question": batch[-1].question, "tokens": tokens, "rows": rows}
+
+
+def write(x, y, text, **style):
+    plt.text(x, y, text, **{"va": "center", "size": 14} | style)
+
+
+def code(x, y, text):
+    write(x, y, text, family="monospace", size=12.5, linespacing=1.3)
+
+
+def box(x, y, width, height, **style):
+    plt.gca().add_patch(plt.Rectangle((x, y), width, height, **{"linewidth": 0} | style))
+
+
+def arrow(start, end):
+    style = {"arrowstyle": "-|>", "linewidth": 1.5, "shrinkA": 0, "shrinkB": 0}
+    plt.annotate("", end, start, arrowprops=style | {"facecolor": "black"})
+
+
+def number(value):
+    return f"{value:.2f}".replace("-", "−")
+
+
+def draw_responses(record, mask, low, advantages):
+    """Draws the upper half of the page, with a row for each response."""
+    write(14, 66, f"{len(mask) // GROUP_SIZE} prompts", weight="bold")
+    story = record["question"].partition("You meet ")[2]
+    write(14, 85, "the second one:", size=12, color=QUIET)
+    write(14, 168, textwrap.fill(f"… {story}", 23), size=12, color=QUIET, linespacing=1.35)
+    write(256, 66, "1. responses", weight="bold")
+    write(516, 66, f"(B, L) = {tuple(mask.shape)}", ha="right", color=QUIET)
+    write(256, 85, "prompt", size=12, color=QUIET)
+    write(516, 85, "padding", size=12, color=QUIET, ha="right")
+    write(337, 85, f"π < {ETA}", size=12, color=COLORS["low"], weight="bold")
+    write(400, 85, f"π ≥ {ETA}", size=12, color=COLORS["high"], weight="bold")
+    for x, name in ((652, "2. R"), (806, "4. Â")):
+        write(x, 66, name, ha="right", weight="bold")
+        write(x, 85, "(B,)", ha="right", color=QUIET)
+    for start, end, name, below in (
+        (186, 250, "sample()", f"G = {GROUP_SIZE}"),
+        (522, 604, "compute_\nrewards()", ""),
+        (666, 756, "group_\nadvantages()", "Eq. 1"),
+    ):
+        arrow((start, 172), (end, 172))
+        code(start, 157 - 8 * name.count("\n"), name)
+        write(start, 188, below, color=QUIET)
+    scale = 260 / mask.shape[1]
+    for row, of_row in enumerate(record["rows"]):
+        top = 97 + 18 * row + 8 * (row // GROUP_SIZE)
+        box(256, top, 260, 14, facecolor="none", edgecolor=GREY, linewidth=0.8)
+        box(256, top, scale * of_row["prompt_length"], 14, facecolor=GREY)
+        for tokens, color in ((mask, COLORS["high"]), (low, COLORS["low"])):
+            runs, counts = tokens[row].long().unique_consecutive(return_counts=True)
+            edges = 256 + scale * torch.cat([torch.zeros(1), counts.cumsum(0)])
+            plt.stairs(top + 14 * runs, edges, baseline=top, fill=True, color=color)
+        write(652, top + 7, f"{of_row['reward']:g}".replace("-", "−"), ha="right")
+        write(806, top + 7, number(advantages[row]), ha="right")
+    # Two lines lead to the lower half, from the first tokens of the last response, and an arrow.
+    left = 256 + scale * of_row["prompt_length"]
+    right = left + scale * COLUMNS
+    box(left, top, right - left, 14, facecolor="none", edgecolor="black", linewidth=1.5)
+    plt.plot([192, left], [278, top + 14], color="black", linewidth=0.8)
+    plt.plot([692, right], [278, top + 14], color="black", linewidth=0.8)
+    plt.plot([790, 790], [top + 20, 346], color="black", linewidth=1.5)
+    arrow((790, 346), (754, 346))
+
+
+def draw_tokens(tokens, pi, advantage, weighted):
+    """Draws the lower half, with a column for each of the first tokens of the last response."""
+    box(6, 364, 818, 50, facecolor=COLORS["AR, α = 0.3"], alpha=0.3)
+    box(6, 420, 818, 112, facecolor=COLORS["Lopti"], alpha=0.15)
+    for y, name, function, shape in (
+        (304, "3. π of each token", "response_logprobs()", "(B, L)"),
+        (355, "Â of the response", "", "(B, 1)"),
+        (389, f"5. AR, α = {ALPHA}, Eq. 4", "reweight_advantages()", "(B, L)"),
+        (444, f"6. Lopti, η = {ETA}", "", "masks (B, L)"),
+    ):
+        write(14, y - 9, name, weight="bold")
+        code(14, y + 10, function)
+        write(704, y if function else y - 9, shape, color=QUIET)
+    code(150, 435, "split_tokens()")
+    for y, name, color in ((466, f"pass 1: π < {ETA}", "low"), (508, f"pass 2: π ≥ {ETA}", "high")):
+        write(14, y, name, weight="bold", color=COLORS[color])
+        arrow((696, y), (712, y))
+        code(716, y - 9, "7. update()")
+        write(716, y + 9, "optimizer step", size=13)
+    for column, token in enumerate(tokens):
+        left = 192 + 63 * column
+        middle = left + 29.5
+        is_low = pi[column] < ETA
+        color = COLORS["low" if is_low else "high"]
+        box(left, 278, 59, 52, facecolor=color, alpha=0.28)
+        style = {"family": "monospace", "size": 12, "ha": "center"}
+        write(middle, 295, token.replace("-", "-\n"), **style)
+        write(middle, 319, number(pi[column]), weight="bold", ha="center")
+        write(middle, 346, number(advantage), ha="center")
+        factor = weighted[column] / advantage
+        write(middle, 379, f"× {number(factor)}", color=QUIET, ha="center")
+        write(middle, 400, number(weighted[column]), weight="bold", ha="center")
+        y = 466 if is_low else 508
+        box(left, y - 18, 59, 36, facecolor=color)
+        style = {"color": "white", "weight": "bold", "ha": "center"}
+        write(middle, y, number(weighted[column]), **style)
+
+
+def flow():
+    """Draws what was sampled, and what the functions of lopti.py make of it."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    rows = record["rows"]
+    prompts = [[0] * row["prompt_length"] for row in rows[::GROUP_SIZE]]
+    _, mask = lopti.pack(prompts, [row["ids"] for row in rows])
+    logprobs = lopti.scatter(torch.cat([torch.tensor(row["pi"]) for row in rows]).log(), mask)
+    rewards = torch.tensor([row["reward"] for row in rows])
+    advantages = lopti.group_advantages(rewards, GROUP_SIZE)
+    weighted = lopti.reweight_advantages(advantages[:, None] * mask, logprobs, ALPHA)
+    low, high = lopti.split_tokens(logprobs, mask, ETA)
+
+    figure = plt.figure(figsize=(830 / 72, 572 / 72), layout="none")
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, 830), ylim=(572, 0))  # in points, y downwards
+    axis.axis("off")
+    title = "A reward is for a whole response; AR and Lopti act on its tokens"
+    write(14, 25, title, size=20, weight="bold")
+    draw_responses(record, mask, low, advantages)
+    draw_tokens(record["tokens"], rows[-1]["pi"], advantages[-1], weighted[-1][mask[-1]])
+    text = f"Both passes divide the loss by N = {mask.sum()}, the number of all response tokens: "
+    text += f"{low.sum()} in pass 1, {high.sum()} in pass 2."
+    write(14, 552, text)
+    return figure
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps(sample(), ensure_ascii=False) + "\n", encoding="utf-8")
+    (FOLDER / "flow.svg").write_text(svg(flow), encoding="utf-8")
