@@ -1,12 +1,13 @@
 """Draws the pictures of notebook.ipynb, and holds what else keeps its cells short."""
 
+import copy
 import inspect
 import io
 import math
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 LAB = Path(__file__).resolve().parent
 sys.path[:0] = [str(LAB.parents[1]), str(LAB.parent / "ports")]
@@ -14,6 +15,7 @@ sys.path[:0] = [str(LAB.parents[1]), str(LAB.parent / "ports")]
 import check_port
 import matplotlib.pyplot as plt
 import numpy
+import pandas
 import torch
 from IPython import get_ipython
 from IPython.core.pylabtools import print_figure
@@ -24,7 +26,8 @@ from results import COLORS
 from scipy import stats
 from torch.nn.functional import one_hot
 
-from lopti import policy_loss, reweight_advantages
+import lopti
+from rewards import kk_reward
 
 PROBABILITY = LinearSegmentedColormap.from_list("π", [COLORS["low"], "#F7F7F7", COLORS["high"]])
 plt.rcParams |= {
@@ -105,37 +108,75 @@ def gain_of_step(pi, signal, squared_norm, alpha):
     >>> gain_of_step(torch.tensor([0.9]), torch.ones(1), torch.ones(1), alpha=0.3)  # one π only
     tensor(1.)
     """
-    weights = reweight_advantages(torch.ones_like(pi), pi.log(), alpha)
+    weights = lopti.reweight_advantages(torch.ones_like(pi), pi.log(), alpha)
     along = (signal * weights).sum() / signal.sum()
     norm = ((squared_norm * weights**2).sum() / squared_norm.sum()).sqrt()
     return along / norm
 
 
-def form(result):
-    """Says in words what a function has returned."""
-    if isinstance(result, torch.Tensor):
-        kind = str(result.dtype).removeprefix("torch.")
-        return f"a {kind} tensor of shape {tuple(result.shape)}"
-    if isinstance(result, (tuple, list)):
-        return " and ".join(map(form, result)) or "an empty list"
-    return "nothing" if result is None else repr(result)
+def compare_step(step, policy, tokenizer, batch, settings):
+    """Compares a training step with those of lopti.py, and with three slips in AR + Lopti.
+
+    Returns a table of distances between weights after one step from `policy`, which is π_ref, too;
+    1 is the distance by which AR + Lopti has moved them.
+    """
+    models = {}
+
+    def fresh(name):  # the same weights, and the same random numbers
+        torch.manual_seed(7)
+        models[name] = copy.deepcopy(policy)
+        return models[name], lopti.new_optimizer(models[name], settings)
+
+    model, optimizer = fresh("yours")
+    step(model, policy, optimizer, batch, settings)
+    methods = {"GRPO": (0.0, 0.0), "AR": (0.3, 0.0), "Lopti": (0.0, 0.5), "AR + Lopti": (0.3, 0.5)}
+    for name, (alpha, eta) in methods.items():
+        model, optimizer = fresh(name)
+        method = replace(settings, alpha=alpha, eta=eta)
+        rollout, _ = lopti.training_step(
+            model, policy, optimizer, tokenizer, kk_reward, batch, method
+        )
+    for slip in ("N of the pass", "split by the current policy", "~low without the mask"):
+        model, optimizer = fresh(slip)
+        update_with_slip(slip, model, policy, optimizer, rollout, method)
+    rows = {}
+    unit = distance(models["AR + Lopti"], policy)
+    for name in [*models][1:]:
+        to_yours = distance(models[name], models["yours"]) / unit
+        to_both = distance(models[name], models["AR + Lopti"]) / unit
+        rows[name] = {"your weights": to_yours, "those of AR + Lopti": to_both}
+    return pandas.DataFrame.from_dict(rows, "index").rename_axis("distance to")
 
 
-def check_exercise(reweight_advantages, split_tokens):
-    """Compares the two functions with golden.json, but first the form of what they return."""
-    numbers = torch.zeros(2, 3)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    for function, arguments, example in (
-        (reweight_advantages, (numbers, numbers, 0.3), numbers),
-        (split_tokens, (numbers, mask, 0.5), (mask, mask)),
-    ):
-        name = function.__name__
-        wanted = form(example)
-        found = form(function(*arguments))
-        if found == wanted:
-            check_port.check_functions(SimpleNamespace(**{name: function}))
-        else:
-            print(f"{name}: Wrong: here it must return {wanted}, but it returns {found}.")
+def update_with_slip(slip, policy, reference, optimizer, rollout, settings):
+    """Makes both passes of Lopti on a rollout with AR, but with a slip."""
+    mask = rollout.mask
+    both = lopti.split_tokens(rollout.old_logprobs, mask, settings.eta)
+    if slip == "~low without the mask":  # the second pass trains on all other tokens of a row
+        everything = torch.ones_like(mask)
+        everything[:, 0] = False  # no logits predict it
+        old_logprobs, _ = lopti.response_logprobs(reference, rollout.ids, everything, settings)
+        unweighted = rollout.response_advantages[:, None] * everything
+        advantages = lopti.reweight_advantages(unweighted, old_logprobs, settings.alpha)
+        whole_rows = {"mask": everything, "advantages": advantages}
+        whole_rows |= {"old_logprobs": old_logprobs, "ref_logprobs": old_logprobs}
+        rollout = replace(rollout, **whole_rows)
+        both = (both[0], everything & ~both[0])
+    for number, update_mask in enumerate(both):
+        for rows in torch.arange(len(mask)).split(settings.mini_batch_size):
+            part = rollout.part(rows)
+            tokens = update_mask[rows]
+            scale = 1.0
+            if slip == "N of the pass":
+                part = replace(part, mask=tokens)
+            elif slip == "split by the current policy":
+                logprobs, _ = lopti.response_logprobs(policy, part.ids, part.mask, settings)
+                tokens = lopti.split_tokens(logprobs, part.mask, settings.eta)[number]
+            else:  # `lopti.update` divides by the number of all tokens; N counts the responses
+                scale = float(part.mask.sum() / mask[rows].sum())
+            scaled = replace(part, advantages=part.advantages * scale)
+            kl_coef = settings.kl_coef * scale
+            lopti.update(policy, optimizer, scaled, tokens, replace(settings, kl_coef=kl_coef))
 
 
 def compare_tables(port):
@@ -157,22 +198,24 @@ def compare_tables(port):
 # The experiment of section 10 ---------------------------------------------------------------------
 
 REWARD_TOKENS = 4
+PI_OF_RIGHT = 0.7
 NOISE_TOKENS = 200
+FOUR_METHODS = ("GRPO", "AR", "Lopti", "GRPO, two epochs")
 
 
 class SmallPolicies:
     """Holds twenty policies without a prompt, one for each seed; T = 204 tokens, V words.
 
-    A reward token is word 0, which is right, with `pi_of_right`, and word 1 otherwise. A noise
+    A reward token is word 0, which is right, with `PI_OF_RIGHT`, and word 1 otherwise. A noise
     token is each of V = 1 / `pi_of_noise` words with this probability. Training changes the logits
     of a policy: with `shared` by one small network for all tokens, whose input says which token it
     is, and otherwise by a table, in which each token has parameters of its own.
     """
 
-    def __init__(self, pi_of_right, pi_of_noise, shared, seeds=20):
+    def __init__(self, pi_of_noise, shared, seeds=20):
         words = round(1 / pi_of_noise)
         self.start = torch.full((REWARD_TOKENS + NOISE_TOKENS, words), -math.inf)  # logits, (T, V)
-        self.start[:REWARD_TOKENS, :2] = torch.tensor([pi_of_right, 1 - pi_of_right]).log()
+        self.start[:REWARD_TOKENS, :2] = torch.tensor([PI_OF_RIGHT, 1 - PI_OF_RIGHT]).log()
         self.start[REWARD_TOKENS:] = -math.log(words)
         self.seeds = seeds
         self.places = None
@@ -246,6 +289,16 @@ def accuracy_at(path, kl):
     return numpy.array(rows)
 
 
+def train_all(train, pi_of_noise, make_optimizer, steps, shared=False, methods=FOUR_METHODS):
+    """Trains by each method, from the same policies and random numbers. Returns {method: path}."""
+    paths = {}
+    for method in methods:
+        torch.manual_seed(0)
+        policy = SmallPolicies(pi_of_noise, shared)
+        paths[method] = train(method, policy, make_optimizer(policy.weights), steps)
+    return paths
+
+
 def ahead_of_grpo(paths):
     """Returns how far methods are ahead of GRPO: KLs (K,), and {method: (means, halves)} at these.
 
@@ -262,6 +315,14 @@ def ahead_of_grpo(paths):
         half = stats.t.ppf(0.975, count - 1) * difference.std(0, ddof=1) / math.sqrt(count)
         ahead[method] = (difference.mean(0), half)
     return kl, ahead
+
+
+def print_differences(ahead):
+    """Prints how far the methods are ahead of GRPO at the last KL."""
+    print("accuracy minus GRPO's, at the right end")
+    for method, (means, halves) in ahead.items():
+        if method != "GRPO":
+            print(f"    {method}: {means[-1]:+.3f} ± {halves[-1]:.3f}")
 
 
 def standing(means, halves):
@@ -351,14 +412,76 @@ def bars(values, halves, colors, title, ylabel):
     axis.legend(loc="upper right")
 
 
-def curves(lines, title, xlabel, ylabel, letters=()):
-    """Draws lines, {name: (x, y, style)}, and marks points; letters: (x, y, name) of each."""
+def five_bars(values, title, ylabel):
+    """Draws a bar for each of some values, {name: value}."""
+    _, axis = plt.subplots(figsize=(10, 4))
+    colors = [COLORS.get(name, COLORS["Lopti"]) for name in values]  # the others are its passes
+    labels = [name.replace(", ", ",\n") for name in values]
+    drawn = axis.bar(labels, list(values.values()), color=colors, width=0.6)
+    axis.bar_label(drawn, fmt="%.2f")
+    axis.axhline(1, color="black", linewidth=1, linestyle=":")
+    axis.set(title=title, ylabel=ylabel)
+
+
+def draw_first_steps():
+    """Draws how far steps on some of the tokens move the tokens with π ≥ 0.75 (R1).
+
+    Returns, for each model, the step on π < 0.25 divided by that on π ≥ 0.75: how far they move
+    these tokens, and how long they are.
+    """
+    table = pandas.read_csv(LAB / "results/first_steps.csv")
+    values = table.pivot(index="model", columns="measured", values="value")
+    halves = table.pivot(index="model", columns="measured", values="half_interval")
+    updates = ["update on π < 0.25", "update on π ≥ 0.75"]
+    models = ["SmolLM2", "bundled"]
+    title = (
+        "Updating the low-probability tokens moves the high-probability tokens\n"
+        "more than their own update does"
+    )
+    ylabel = "movement of tokens with π ≥ 0.75\n(update on all tokens = 1)"
+    colors = [COLORS["low"], COLORS["high"]]
+    bars(values.loc[models, updates], halves.loc[models, updates], colors, title, ylabel)
+    far = values[updates[0]] / values[updates[1]]
+    return far, values["norm of π < 0.25 / norm of π ≥ 0.75"]
+
+
+def draw_shares():
+    """Draws the shares of seven groups of tokens of the bundled model, and returns them (R3)."""
+    table = pandas.read_csv(LAB / "results/r3.csv", index_col="group")
+    table = table[table["one_of_seven"]]
+    names = ["squared norm", "mean gradient"]
+    shares = table[["share_of_squared_norm", "share_of_mean_gradient"]].set_axis(names, axis=1)
+    halves = table[["squared_norm_half_interval", "mean_gradient_half_interval"]]
+    title = "</think> has most of the mean gradient, but little of the squared norm"
+    bars(shares, halves.set_axis(names, axis=1), ["#AAAAAA", "#222222"], title, "share")
+    return shares
+
+
+def show_rule():
+    """Shows for each setting in which it was measured what the rule of section 10 says."""
+    table = pandas.read_csv(LAB / "results/first_steps.csv")
+    values = table.pivot(index="model", columns="measured", values="value")
+    halves = table.pivot(index="model", columns="measured", values="half_interval")
+    by_signal = "average π by the mean gradient"
+    by_norm = "average π by the squared norm"
+    values = values[values[by_signal].notna()]
+    rule = pandas.DataFrame(index=values.index)
+    for name, measured, style in (
+        ("E_s[π]", by_signal, "{:.2f}"),
+        ("E_v[π]", by_norm, "{:.2f}"),
+        ("measured gain, in %", "gain of AR α = 0.3, gradient descent", "{:.1f}"),
+    ):
+        rule[name] = values[measured].map(style.format) + " ± " + halves[measured].map(style.format)
+    rule["the rule says"] = "harm"
+    rule.loc[values[by_signal] > values[by_norm], "the rule says"] = "help"
+    display(rule)
+
+
+def curves(lines, title, xlabel, ylabel):
+    """Draws lines, {name: (x, y, style)}."""
     _, axis = plt.subplots(figsize=(11, 4.6))
     for name, (x, y, style) in lines.items():
         axis.plot(x, y, label=name, **style)
-    for x, y, name in letters:
-        axis.plot(x, y, "o", color="black")
-        axis.annotate(name, (x, y), (6, 6), textcoords="offset points")
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return axis
@@ -388,7 +511,9 @@ def clip_cases(letters, clips):
     _, axis = plt.subplots(figsize=(12, 3.2))
     for place, advantage in enumerate((-1.0, 1.0)):
         logprobs = ratio.log().requires_grad_()
-        losses = policy_loss(logprobs, torch.zeros(4000), torch.full((4000,), advantage), *clips)
+        losses = lopti.policy_loss(
+            logprobs, torch.zeros(4000), torch.full((4000,), advantage), *clips
+        )
         (slope,) = torch.autograd.grad(losses.sum(), logprobs)
         axis.fill_between(ratio, place - 0.3, place + 0.3, color="#DDDDDD")
         dark = {"where": slope != 0, "color": "#777777"}
@@ -403,30 +528,3 @@ def clip_cases(letters, clips):
     axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2, 5], ["0.3", "0.8", "1", "1.24", "2.2", "5"])
     axis.set_xticks([], minor=True)
     axis.set_yticks([0, 1], ["Â < 0: lower π", "Â > 0: raise π"])
-
-
-def changes(tokens, pi, ratios, title):
-    """Draws how updates have changed the π of some tokens, a row for each.
-
-    `pi` are their probabilities before, `ratios` {update: π after / π before}, (M,) each.
-    """
-    table = torch.stack(list(ratios.values()), 1)  # (M, updates)
-    _, axis = plt.subplots(figsize=(11, 0.37 * len(tokens) + 1.6))
-    image = axis.imshow(table.log2().numpy(), cmap="PRGn", vmin=-1, vmax=1, aspect="auto")
-    for row in range(len(tokens)):
-        for column in range(len(ratios)):
-            value = table[row, column]
-            ink = "white" if abs(value.log2()) > 0.6 else "black"
-            axis.text(column, row, f"{value:.2f}", ha="center", va="center", color=ink)
-    axis.set_xticks(range(len(ratios)), list(ratios))
-    labels = []
-    for token, probability in zip(tokens, pi, strict=True):
-        labels.append(f"{token}  π = {probability:.2f}")
-    axis.set_yticks(range(len(tokens)), labels, family="monospace", fontsize=13)
-    for label, probability in zip(axis.get_yticklabels(), pi, strict=True):
-        label.set_color(COLORS["low" if probability < 0.5 else "high"])
-    axis.set_title(title, x=0, ha="left")
-    axis.tick_params(length=0)
-    label = "π after / π before (1: unchanged)"
-    scale = plt.gcf().colorbar(image, ax=axis, label=label, ticks=[-1, -0.5, 0, 0.5, 1])
-    scale.ax.set_yticklabels(["0.5", "0.7", "1", "1.4", "2"])

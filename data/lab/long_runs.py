@@ -4,7 +4,8 @@
 
 Two runs are made at a time, with one thread each. A run that is finished is not made again. The
 program writes results/long_runs.csv and results/long_steps.csv, and leaves out of RUNS what stands
-there already. It was made before the first run, and what follows is the plan of that day.
+there already. It was made before the first run, and what follows is the plan of that day, in which
+*GRPO, two epochs* was called *two-pass GRPO*.
 
 Plan. Known before: one seed of GRPO, Lopti and GRPO with two passes, with the settings of README,
 to step 70 or 73. Whatever made twice as many optimizer steps was ahead at step 24, and then moved
@@ -58,14 +59,14 @@ import lopti
 RESULTS = Path(__file__).resolve().parent / "results"
 METHODS = {
     "GRPO": {},
-    "two-pass GRPO": {"update_epochs": 2},
+    "GRPO, two epochs": {"update_epochs": 2},
     "AR": {"alpha": 0.3},
     "Lopti": {"eta": 0.5},
     "AR + Lopti": {"alpha": 0.3, "eta": 0.5},
 }
 CONTROLS = {
     "Lopti, half the rate": {"eta": 0.5, "learning_rate": 5e-5},
-    "two-pass GRPO, half the rate": {"update_epochs": 2, "learning_rate": 5e-5},
+    "GRPO, two epochs, half the rate": {"update_epochs": 2, "learning_rate": 5e-5},
     "Lopti, random split": {"eta": 0.5},
     "GRPO, √2 times the rate": {"learning_rate": 1.414e-4},
     "GRPO, twice the rate": {"learning_rate": 2e-4},

@@ -23,12 +23,11 @@ COLORS = {  # orange is low probability, blue is high; colour-blind readers can 
     "high": "#0072B2",
     "GRPO": "#555555",
     "GRPO, two epochs": "#8B5A2B",
-    "two-pass GRPO": "#8B5A2B",  # the name in the lecture
     "AR, α = 0.3": "#B79AD0",
     "AR, α = 1": "#6A3D9A",
     "Lopti": "#009E73",
     "reversed Lopti": "#8FD1BB",
-    "AR + Lopti": "#009E73",
+    "AR + Lopti": "#C2185B",
 }
 LOOK = {  # of the picture
     "font.size": 12,
@@ -63,7 +62,7 @@ LONG_STEPS = [
     "GRPO, two epochs − long-step GRPO",
     "unbiased AR, α = 1 − long-step GRPO",
 ]
-OF_R6 = [
+OF_R7 = [
     "AR, α = 0.6 − GRPO",
     AR_1,
     "unbiased AR, α = 0.3 − GRPO",
@@ -80,20 +79,20 @@ OF_TRUE_OR_FALSE += [
     "unbiased AR, α = 1 − GRPO, two epochs",
 ]
 SECTIONS = {  # group: {comparison: differences}, corrected together in each measure
-    "R2": {"bundled": ORACLE, "wordy, fixed norm": ORACLE},
-    "R3": {
+    "R3": {"bundled": ORACLE, "wordy, fixed norm": ORACLE},
+    "R4": {
         "bundled": [AR, LOPTI, TWO_EPOCHS, SPLIT, BOTH],
         "SmolLM2, word problems": [AR, LOPTI, TWO_EPOCHS, SPLIT],
     },
-    "R4": {"bundled, new seeds": [LOPTI, TWO_EPOCHS, SPLIT, *HALF_RATE]},
-    "R5": {
+    "R5": {"bundled, new seeds": [LOPTI, TWO_EPOCHS, SPLIT, *HALF_RATE]},
+    "R6": {
         "one-wording": [LOPTI, TWO_EPOCHS, SPLIT, ORDER],
         "bundled": [ORDER, RANDOM],
         "wordy, fixed norm": [ORDER, RANDOM],
         "bundled, new seeds": [LONG],
     },
-    "R5, one pass alone": {"bundled": ALONE},
-    "R6": {"bundled": OF_R6},
+    "R6, one pass alone": {"bundled": ALONE},
+    "R7": {"bundled": OF_R7},
     "fixed norm": {
         "wordy, fixed norm": [AR, AR_1, UNBIASED_1, LOPTI, TWO_EPOCHS, SPLIT, *LONG_STEPS],
         "wordy, fixed norm, new seeds": [UNBIASED_1, TWO_EPOCHS],
@@ -113,18 +112,26 @@ SEVEN = [  # its comparisons
     "SmolLM2, true or false, first",
     "SmolLM2, true or false, second",
 ]
-SYNTHETIC = {  # the tasks of R7: π of a right and a wrong reward token, π of the noise tokens
+SYNTHETIC = {  # the tasks of R8: π of a right and a wrong reward token, π of the noise tokens
     "noise at low π": ("0.6, 0.4", "eight with 1/8 each"),
     "equal noise at every π": ("0.55, 0.45", "0.55, 0.45"),
     "rare mistakes": ("0.9, 0.1", "0.7, 0.3"),
     "rare right answers": ("0.1, 0.9", "0.6, 0.4"),
     "noise depends on the first decision": ("0.6, 0.4", "0.5, seven with 1/14 each"),
 }
+LONG_METHODS = {  # of R2
+    "GRPO": "GRPO",
+    "AR": "AR, α = 0.3",
+    "GRPO, two epochs": "GRPO, two epochs",
+    "Lopti": "Lopti",
+    "AR + Lopti": "AR + Lopti",
+}
+LONG_PAIRS = [f"{method} − GRPO" for method in LONG_METHODS if method != "GRPO"] + [SPLIT]
 CHANGES = {  # columns of R1's second table: what is measured
     "norm of π < 0.25, divided by π ≥ 0.75": "norm of π < 0.25 / norm of π ≥ 0.75",
     "change by step A − change by step B": "difference of the two updates",
 }
-FIRST_STEPS = {  # columns of R7's table of language models: what is measured
+FIRST_STEPS = {  # columns of R8's table of language models: what is measured
     "E_s[π]": "average π by the mean gradient",
     "E_v[π]": "average π by the squared norm",
     "gain of AR, in %": "gain of AR α = 0.3, gradient descent",
@@ -201,7 +208,7 @@ def of_tasks(compared):
     return found
 
 
-def steps_of_r4():
+def steps_of_r5():
     """Returns {comparison: {method: {seed: the accuracy and both KLs of each training step}}}."""
     runs = pandas.read_csv(FOLDER / "runs.csv")
     steps = pandas.read_csv(FOLDER / "steps.csv").merge(runs, on="run")
@@ -231,6 +238,20 @@ def at_equal_kl(first, second, measured):
         kl = numpy.linspace(low, high, 101)
         found[seed] = (numpy.interp(kl, *curves[0]) - numpy.interp(kl, *curves[1])).mean()
     return pandas.Series(found)
+
+
+def of_long_runs():
+    """Returns a row for each run of long_runs.csv, with the measures that were planned."""
+    steps = pandas.read_csv(FOLDER / "long_steps.csv")
+    held_out = pandas.read_csv(FOLDER / "long_runs.csv")
+    run = ["setting", "method", "seed"]
+    found = held_out[held_out.step == 72].set_index(run)[["held_out"]]
+    for name in ("accuracy", "kl"):  # of the last third
+        found[name] = steps[steps.step > 48].groupby(run)[name].mean()
+    steps["twelve"] = (steps.step - 1) // 12
+    means = steps.groupby([*run, "twelve"]).accuracy.mean().unstack()
+    found["collapsed"] = means[5] < means.max(axis=1) - 0.1
+    return found
 
 
 # The tables ---------------------------------------------------------------------------------------
@@ -282,6 +303,70 @@ def of_paper():
     return table(list(accuracies), accuracies.to_numpy())
 
 
+def long_runs():
+    """Returns the table of the five methods of R2."""
+    runs = of_long_runs().loc["72 steps"]
+    found = {}  # {measure: {pair: Difference}}
+    for measure in ("accuracy", "kl", "held_out"):
+        by_seed = runs[measure].unstack("method")
+        values = {pair: difference(by_seed, pair) for pair in LONG_PAIRS}
+        found[measure] = corrected(values)
+    lines = []
+    for method in LONG_METHODS:
+        of_method = runs.loc[method]
+        line = [method, f"{of_method.collapsed.sum()} of {len(of_method)}"]
+        for measure, each in found.items():
+            line.append(f"{of_method[measure].mean():.3f}")
+            line.append(shown(each.get(f"{method} − GRPO")))
+        lines.append(line)
+    line = [SPLIT, "–"]
+    for each in found.values():
+        line += ["–", shown(each[SPLIT])]
+    head = ["mean over the seeds", "collapsed"]
+    for name in ("accuracy, steps 49–72", "KL, steps 49–72", "held out, step 72"):
+        head += [name, "minus GRPO"]
+    return table(head, [*lines, line])
+
+
+def long_controls():
+    """Returns the table of the controls of R2: means, and the difference to GRPO for each seed."""
+    runs = of_long_runs().loc["72 steps"]
+    grpo = runs.loc["GRPO"]
+    lines = []
+    for method in runs.index.unique("method"):
+        if method in LONG_METHODS:
+            continue
+        of_method = runs.loc[method]
+        line = [method, f"{of_method.collapsed.sum()} of {len(of_method)}"]
+        for measure in ("accuracy", "kl", "held_out"):
+            each = of_method[measure] - grpo[measure].loc[of_method.index]
+            line.append(f"{of_method[measure].mean():.3f}")
+            line.append(", ".join(f"{value:+.3f}".replace("-", "−") for value in each))
+        lines.append(line)
+    head = ["controls", "collapsed"]
+    for name in ("accuracy, steps 49–72", "KL, steps 49–72", "held out, step 72"):
+        head += [name, "minus GRPO, each seed"]
+    return table(head, lines)
+
+
+def long_small_batches():
+    """Returns the table of the small batches of R2."""
+    runs = of_long_runs()
+    lines = []
+    for setting in ("small batches, 1e-4", "small batches, 3e-5"):
+        for method in LONG_METHODS:
+            if (setting, method) not in runs.index.droplevel("seed"):
+                continue
+            of_method = runs.loc[setting].loc[method]
+            line = [f"{setting.removeprefix('small batches, ')}: {method}"]
+            line.append(f"{of_method.collapsed.sum()} of {len(of_method)}")
+            for measure in ("accuracy", "kl", "held_out"):
+                line.append(f"{of_method[measure].mean():.3f}")
+            lines.append(line)
+    head = ["small batches", "collapsed", "accuracy, steps 49–72", "KL, steps 49–72"]
+    return table([*head, "held out, step 72"], lines)
+
+
 def gradient_norms():
     norms = pandas.read_csv(FOLDER / "r1.csv", dtype=str)
     norms["text"] = (norms.gradient_norm + " ± " + norms.half_interval).fillna(norms.gradient_norm)
@@ -300,7 +385,7 @@ def first_steps(columns, settings=None):
 
 
 def kinds_of_tokens():
-    groups = pandas.read_csv(FOLDER / "r2.csv", index_col="group")
+    groups = pandas.read_csv(FOLDER / "r3.csv", index_col="group")
     lines = []
     for kind in ("synonyms", "</think>", "new try", "all else"):
         row = groups.loc[f"π < 0.25, {kind}"]
@@ -331,8 +416,8 @@ def conditions():
 
 
 def equal_kl(training):
-    """Returns the table of R4. The differences at equal KL are corrected together for each KL."""
-    steps = steps_of_r4()
+    """Returns the table of R5. The differences at equal KL are corrected together for each KL."""
+    steps = steps_of_r5()
     found = {}  # {KL: {(comparison, method): Difference}}
     behind = {}  # {(comparison, method): in how many seeds the accuracy is below GRPO's}
     for measured in ("kl", "kl_in_update"):
@@ -372,7 +457,7 @@ def both_measures(pairs, training, final):
     return table(["accuracy", "in training", "final"], lines)
 
 
-def of_r6(training):
+def of_r7(training):
     found = {}  # {(pair without α, α): Difference}
     for (comparison, pair), each in training.items():
         for alpha in ("α = 0.3", "α = 0.6", "α = 1"):
@@ -383,7 +468,7 @@ def of_r6(training):
     return grid("bundled model", rows, names("α = 0.3", "α = 0.6", "α = 1"), found)
 
 
-def tasks_of_r7():
+def tasks_of_r8():
     means = pandas.read_csv(FOLDER / "synthetic_rule.csv").groupby("task", sort=False).first()
     lines = []
     for task, (reward_tokens, noise_tokens) in SYNTHETIC.items():
@@ -394,7 +479,7 @@ def tasks_of_r7():
     return table(head, lines)
 
 
-def of_r7(compared):
+def of_r8(compared):
     found = of_tasks(compared)
     rows = {}
     for task in SYNTHETIC:
@@ -433,14 +518,14 @@ def tables():
     final = of_runs("final_accuracy")
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
-    of_r2 = {share: f"{share}, π < 0.25" for share in shares}
+    of_r3 = {share: f"{share}, π < 0.25" for share in shares}
     true_or_false = ["SmolLM2, true or false, second", "SmolLM2, true or false, first"]
     of_oracle = {
         ORACLE[0]: [*true_or_false, "wordy, fixed norm", "bundled"],
         ORACLE[1]: ["wordy, fixed norm"],
     }
     others = [*SECTIONS["fixed norm"], *true_or_false]
-    of_r5 = {
+    of_r6 = {
         ORDER: ["bundled", "one-wording", "wordy, fixed norm"],
         RANDOM: ["bundled", "wordy, fixed norm"],
         LONG: ["bundled, new seeds", "wordy, fixed norm"],
@@ -452,23 +537,26 @@ def tables():
         "paper": of_paper(),
         "R1, norms": gradient_norms(),
         "R1, changes": of_frame("setting", first_steps(CHANGES)),
-        "R2, models": of_frame("π < 0.25", first_steps(of_r2, models)),
-        "R2, kinds of tokens": kinds_of_tokens(),
-        "R2, oracle": both_measures(of_oracle, training, final),
-        "R3, conditions": conditions(),
-        "R3, final accuracy": grid(
+        "R2, five methods": long_runs(),
+        "R2, controls": long_controls(),
+        "R2, small batches": long_small_batches(),
+        "R3, models": of_frame("π < 0.25", first_steps(of_r3, models)),
+        "R3, kinds of tokens": kinds_of_tokens(),
+        "R3, oracle": both_measures(of_oracle, training, final),
+        "R4, conditions": conditions(),
+        "R4, final accuracy": grid(
             "final accuracy", names(*held_out), names(AR, LOPTI, TWO_EPOCHS, SPLIT, BOTH), final
         ),
-        "R4": equal_kl(training),
-        "R5": both_measures(of_r5, training, final),
-        "R6": of_r6(training),
-        "R6, other models": grid(
+        "R5": equal_kl(training),
+        "R6": both_measures(of_r6, training, final),
+        "R7": of_r7(training),
+        "R7, other models": grid(
             "in training", names(*others), names(UNBIASED_1, TWO_EPOCHS), training
         ),
-        "R7, tasks": tasks_of_r7(),
-        "R7, at equal KL": of_r7("at equal KL"),
-        "R7, at the best rates": of_r7("at the best rates"),
-        "R7, language models": of_frame("before training", first_steps(FIRST_STEPS, models)),
+        "R8, tasks": tasks_of_r8(),
+        "R8, at equal KL": of_r8("at equal KL"),
+        "R8, at the best rates": of_r8("at the best rates"),
+        "R8, language models": of_frame("before training", first_steps(FIRST_STEPS, models)),
         "GPU": gpu_step(),
     }
 
@@ -514,6 +602,32 @@ def comparisons():
     return figure
 
 
+def long_curves():
+    """Accuracy and KL of the five methods of R2: all runs thin, their means thick."""
+    steps = pandas.read_csv(FOLDER / "long_steps.csv")
+    steps = steps[steps.setting == "72 steps"]
+    figure, panels = plt.subplots(1, 2, figsize=(12.5, 4.8))
+    for panel, column in zip(panels, ("accuracy", "kl"), strict=True):
+        for method, name in LONG_METHODS.items():
+            by_seed = steps[steps.method == method].pivot(
+                index="step", columns="seed", values=column
+            )
+            smooth = by_seed.rolling(12).mean()
+            style = {"color": COLORS[name]}
+            panel.plot(smooth.index, smooth, linewidth=0.8, alpha=0.5, **style)
+            panel.plot(smooth.index, smooth.mean(axis=1), linewidth=3, label=method, **style)
+        panel.set(xlabel="training step (mean of the last twelve)", xticks=range(12, 73, 12))
+        panel.axvline(24, color="#888888", linewidth=0.8, linestyle=":")
+        panel.spines["left"].set_visible(True)
+        panel.tick_params(left=True)
+    panels[0].set_title("accuracy in training", loc="left")
+    panels[1].set_title("KL to the initial model, in nats", loc="left")
+    panels[1].legend(frameon=False)
+    title = "After step 24 GRPO learns on at a small KL; the others move farther and learn less"
+    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
+    return figure
+
+
 def svg(draw):
     """Returns a picture as text. Its coordinates have two digits: rounding errors do not show."""
     with plt.style.context(LOOK, after_reset=True):  # whatever the caller has set
@@ -540,6 +654,7 @@ def files():
     guide = FOLDER.parents[1] / "GUIDE.md"
     texts = {page: filled(page) for page in (FOLDER / "RESULTS.md", guide)}
     texts[FOLDER / "comparisons.svg"] = svg(comparisons)
+    texts[FOLDER / "long_runs.svg"] = svg(long_curves)
     return texts
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 LAB = Path(__file__).resolve().parent
 ROOT = LAB.parents[1]
@@ -28,10 +27,12 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 import lopti
+from rewards import compute_rewards, kk_reward, load_data
 
 NOTEBOOK = json.loads((ROOT / "notebook.ipynb").read_text(encoding="utf-8"))
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"]]
 CLIPS = (0.2, 0.24, 10.0)
+RUNS_ALL = bool(os.environ.get("LOPTI_ALL"))
 
 
 def cell_that_begins(start):
@@ -44,7 +45,7 @@ def run(text, **names):
     return names
 
 
-@pytest.mark.skipif(not os.environ.get("LOPTI_ALL"), reason="LOPTI_ALL=1 runs it")
+@pytest.mark.skipif(not RUNS_ALL, reason="LOPTI_ALL=1 runs it")
 def test_the_notebook_runs(monkeypatch):
     """Without an error or a warning, and with as many pictures as are committed.
 
@@ -57,37 +58,41 @@ def test_the_notebook_runs(monkeypatch):
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     for text in map(json.dumps, (book, NOTEBOOK)):
-        assert text.count('"image/png"') == 11
+        assert text.count('"image/png"') == 9
         assert '"stderr"' not in text
 
 
-def test_the_functions_that_the_student_writes(capsys):
-    """The empty ones are wrong, the solution is right, and slips are named."""
-    cell = cell_that_begins("def reweight_advantages(")
-    solution = cell_that_begins("<details><summary>Solution<").split("```")[1]
-    solution = solution.removeprefix("python") + "\n\n" + cell.splitlines()[-1]
-
-    def said(*change):
-        run(solution.replace(*change), lecture=lecture)
-        return capsys.readouterr().out
-
-    run(cell, lecture=lecture)
-    weights, *split = capsys.readouterr().out.splitlines()
-    assert weights == "reweight_advantages: Wrong: the advantages are not weighted by Eq. 4"
-    assert split[0].startswith("split_tokens: Wrong")
-    assert said("", "") == "reweight_advantages: Right.\nsplit_tokens: Right.\n"
-    for change in (("< eta", "<= eta"), ("mask & ~low", "~low"), ("mask & (", "(")):
-        assert "split_tokens: Wrong" in said(*change)
-    assert "compared with log π" in said("old_logprobs.exp() <", "old_logprobs <")
-    assert "reweight_advantages: Wrong" in said("+ (1 - alpha)", "")
-    tensor = "a bool tensor of shape (2, 3)"
-    wrong = f"split_tokens: Wrong: here it must return {tensor} and {tensor}, but it returns "
-    assert wrong + "nothing.\n" in said("return low, mask & ~low", "")
-    assert wrong + f"{tensor}.\n" in said("return low, mask & ~low", "return low")
-    numbers = "a float32 tensor of shape (2, 3)"
-    assert wrong + f"{numbers} and {tensor}.\n" in said("return low,", "return low.float(),")
-    wrong = f"reweight_advantages: Wrong: here it must return {numbers}, but it returns nothing.\n"
-    assert said("return (alpha", "(alpha") == wrong + "split_tokens: Right.\n"
+def test_the_training_step_of_the_student():
+    """It is GRPO; with its two edits it is AR + Lopti; each slip is the row that names it."""
+    settings = lopti.Settings(mini_batch_size=8)
+    policy, tokenizer = lopti.load_model(settings.model, "cpu")
+    puzzles, _ = load_data(settings, tokenizer)
+    names = {"lopti": lopti, "torch": torch, "tokenizer": tokenizer, "clips": CLIPS}
+    names |= {"compute_rewards": compute_rewards, "kk_reward": kk_reward}
+    cell = cell_that_begins("def logprobs_of(")
+    solution = cell_that_begins("The table says how far").split("```")[1].removeprefix("python\n")
+    ar, lopti_edit = solution.split("    # 6. Lopti\n")
+    both = cell.replace("    for update_mask in [mask]:\n", lopti_edit)
+    both = both.replace("    # 5. Your first edit", ar + "    # 5. Your first edit")
+    by_now = """            low = (logprobs.detach().exp() < 0.5) & mask[rows]
+            tokens = mask[rows] & (low if number == 0 else ~low)
+            loss = (losses * tokens).sum()"""
+    split_anew = both.replace("for update_mask in [", "for number, update_mask in enumerate([")
+    split_anew = split_anew.replace("mask & ~low]:", "mask & ~low]):")
+    split_anew = split_anew.replace("            loss = (losses * update_mask[rows]).sum()", by_now)
+    cells = {
+        "AR + Lopti": both,
+        "GRPO": cell,
+        "N of the pass": both.replace("N = mask[rows]", "N = update_mask[rows]"),
+        "split by the current policy": split_anew,
+        "~low without the mask": both.replace("mask & ~low", "~low"),
+    }
+    for name, text in cells.items() if RUNS_ALL else [*cells.items()][:1]:
+        step = run(text, **names)["my_training_step"]
+        apart = lecture.compare_step(step, policy, tokenizer, puzzles[5:7], settings)
+        assert apart["your weights"].idxmin() == name
+        assert apart["your weights"][name] < 0.001
+        assert (apart["your weights"].drop(name) > 0.02).all()
 
 
 def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
@@ -200,25 +205,14 @@ def test_the_picture_of_a_response():
     assert set(feet) <= set(axis.get_yticks())
 
 
-def test_the_picture_of_changes():
-    ratios = {"GRPO": torch.tensor([0.5, 1.0]), "AR": torch.tensor([2.0, 1.5])}
-    lecture.changes(["a", "b"], torch.tensor([0.1, 0.9]), ratios, "title")
-    axis = lecture.plt.gcf().axes[0]
-    assert axis.images[0].get_array()[0].tolist() == [-1.0, 1.0]  # log₂ of the ratios
-    assert [text.get_text() for text in axis.texts] == ["0.50", "2.00", "1.00", "1.50"]
-    labels = axis.get_yticklabels()
-    assert [label.get_text() for label in labels] == ["a  π = 0.10", "b  π = 0.90"]
-    assert [label.get_color() for label in labels] == [
-        lecture.COLORS[name] for name in ("low", "high")
-    ]
-
-
 def test_small_pictures_keep_their_colours():
     """Tokens of low probability stay orange and those of high probability blue."""
     table = torch.rand(5, 12, generator=torch.Generator().manual_seed(0)) / 10 + 0.93
     table[:, -1] = 0.5
-    ratios = dict(zip("12345", table))  # most cells are pale, so that few colours are left for text
-    lecture.changes(["token"] * 12, torch.tensor([0.1, 0.55] * 6), ratios, "title")
+    _, axis = lecture.plt.subplots(figsize=(11, 6))
+    axis.imshow(table, cmap="PRGn", vmin=0, vmax=1)  # most cells are pale: few colours are left
+    axis.set_title("low", color=lecture.COLORS["low"], weight="bold")
+    axis.set_xlabel("high", color=lecture.COLORS["high"], weight="bold")
     small = lecture.small_png(lecture.plt.gcf())
     exact = lecture.print_figure(lecture.plt.gcf(), "png")
     assert len(small) < 0.6 * len(exact)
@@ -240,7 +234,7 @@ def test_small_pictures_keep_their_colours():
 def test_the_small_policies(shared):
     """Their first π are those given, and log π, KL and accuracy are those of the logits."""
     torch.manual_seed(0)
-    policy = lecture.SmallPolicies(0.7, 1 / 4, shared, seeds=3)
+    policy = lecture.SmallPolicies(1 / 4, shared, seeds=3)
     pi = policy.log_pi().exp()
     assert pi.shape == (3, 204, 4)
     assert pi[1, 0].tolist() == pytest.approx([0.7, 0.3, 0, 0])
@@ -295,29 +289,29 @@ def test_ahead_at_equal_kl():
     assert lecture.standing([0.9, 0.001], [0, 0]) == "level"
 
 
-def test_in_the_experiment_help_becomes_harm():
+def test_in_the_experiment_help_becomes_harm(monkeypatch):
     """What the text beside the experiment says, with its own cell and three seeds."""
     policies = functools.partial(lecture.SmallPolicies, seeds=3)
-    small = SimpleNamespace(SmallPolicies=policies, count_right=lecture.count_right)
-    names = {"lecture": small, "lopti": lopti, "torch": torch, "clips": CLIPS}
-    text = cell_that_begins("pi_of_right = 0.7")
+    monkeypatch.setattr(lecture, "SmallPolicies", policies)
+    names = {"lecture": lecture, "lopti": lopti, "torch": torch, "clips": CLIPS}
+    cell = run(cell_that_begins("pi_of_noise = 1 / 8"), **names)
 
     def make_optimizer(weights):
         return lecture.NormedDescent(weights, norm=0.4)
 
     final = {}  # accuracy minus GRPO's at a KL of 1
-    for noise in ("1 / 8", "1 / 2"):
-        cell = run(text.replace("pi_of_noise = 1 / 8", f"pi_of_noise = {noise}"), **names)
-        kl, ahead = lecture.ahead_of_grpo(cell["train_all"](False, make_optimizer, 60))
+    for noise in (1 / 8, 1 / 2):
+        paths = lecture.train_all(cell["train"], noise, make_optimizer, 60)
+        kl, ahead = lecture.ahead_of_grpo(paths)
         assert kl[-1] == 1.0
         final[noise] = {method: means[-1] for method, (means, _) in ahead.items()}
-    assert final["1 / 8"]["AR"] > 0.01
-    assert final["1 / 8"]["Lopti"] > 0.02
-    assert final["1 / 2"]["AR"] < -0.01
-    assert final["1 / 2"]["Lopti"] < -0.01
+    assert final[1 / 8]["AR"] > 0.01
+    assert final[1 / 8]["Lopti"] > 0.02
+    assert final[1 / 2]["AR"] < -0.01
+    assert final[1 / 2]["Lopti"] < -0.01
     for ahead in final.values():
         assert ahead["GRPO"] == 0
-        assert ahead["two-pass GRPO"] < ahead["Lopti"]
+        assert ahead["GRPO, two epochs"] < ahead["Lopti"]
 
 
 def test_the_passes_of_the_experiment():
@@ -333,9 +327,9 @@ def test_the_passes_of_the_experiment():
             return logprobs
 
     names = {"lecture": lecture, "lopti": lopti, "torch": torch, "clips": CLIPS}
-    cell = run(cell_that_begins("pi_of_right = 0.7"), **names)
+    cell = run(cell_that_begins("pi_of_noise = 1 / 8"), **names)
     torch.manual_seed(0)
-    policy = Observed(0.7, 1 / 8, False, seeds=1)
+    policy = Observed(1 / 8, False, seeds=1)
     cell["train"]("Lopti", policy, lecture.NormedDescent(policy.weights, norm=1e-6), steps=1)
     (low, pi), (high, _) = trained
     has_advantage = (low | high).any(1)[:, None]  # a response of average reward has no gradient

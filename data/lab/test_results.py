@@ -1,8 +1,10 @@
 """Checks the numbers of the pages: python -m pytest -q data/lab/test_results.py"""
 
+import csv
 import doctest
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 
@@ -67,6 +69,24 @@ def test_every_decimal_of_a_result_is_printed():
         allowed |= decimals(text) | set(re.findall(r"\d+\.\d+", text))
     for paragraph in paragraphs():
         assert decimals(paragraph) <= allowed, paragraph
+
+
+def test_the_measures_of_the_long_runs():
+    """The last third are steps 49 to 72; collapsed is .1 below the best of six means of twelve."""
+    runs = results.of_long_runs()
+    by_run = {}
+    with open(results.FOLDER / "long_steps.csv", encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            key = (row["setting"], row["method"], int(row["seed"]))
+            by_run.setdefault(key, []).append((float(row["accuracy"]), float(row["kl"])))
+    assert sorted(runs.index) == sorted(by_run)
+    for key, steps in by_run.items():
+        assert len(steps) == 72
+        accuracies, kls = zip(*steps)
+        assert runs.loc[key, "accuracy"] == pytest.approx(statistics.mean(accuracies[48:]))
+        assert runs.loc[key, "kl"] == pytest.approx(statistics.mean(kls[48:]))
+        twelves = [statistics.mean(accuracies[start : start + 12]) for start in range(0, 72, 12)]
+        assert runs.loc[key, "collapsed"] == (twelves[-1] < max(twelves) - 0.1)
 
 
 def test_the_table_of_readme():
