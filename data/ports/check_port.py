@@ -112,28 +112,31 @@ def largest_error(values, others):
 class Search:
     """Looks for the changes of the example port that explain the values of a port in each case.
 
-    `found` has these values and `right` the right ones: a list of tensors for each case.
-    `simulate(names, number)` gives those of the example port in case `number` after the changes
-    with these names. Only mistakes in `source`, a part of the example port, are tried.
+    `found` has these values, a list of tensors for each case. `simulate(names, number)` gives those
+    of the example port in case `number` after the changes with these names, or without names the
+    right ones. Only mistakes in `source`, a part of the example port, are tried.
     """
 
-    def __init__(self, level, found, right, simulate, source=EXAMPLE):
+    def __init__(self, level, found, simulate, source=EXAMPLE):
         self.level = level
         self.found = found
-        self.right = right
         self.simulate = functools.cache(simulate)
+        self.sets_of_choices = functools.cache(self.sets_of_choices)
         self.choices_that_show = functools.cache(self.choices_that_show)
         self.agreement = functools.cache(self.agreement)
-        self.sets_of_choices = []  # the smallest first
-        for count in range(len(CHOICES) + 1):
-            for choices in itertools.combinations(CHOICES, count):
-                if source_with(choices):
-                    self.sets_of_choices.append(choices)
         self.mistakes = []
         for name, changes in MISTAKES.items():
             is_mistake = name not in CHOICES and "FACTOR" not in name
             if is_mistake and any(text in source for text, _ in changes):
                 self.mistakes.append(name)
+
+    def sets_of_choices(self, mistakes):
+        """Returns the sets of choices that go together with these mistakes, the smallest first."""
+        sets = []
+        for count in range(len(CHOICES) + 1):
+            every = itertools.combinations(CHOICES, count)
+            sets += [choices for choices in every if source_with(mistakes + choices)]
+        return sets
 
     def choices_that_show(self, mistakes, number):
         """Returns the choices that make a difference in a case, beside these mistakes."""
@@ -142,17 +145,17 @@ class Search:
             values = [self.simulate(mistakes + each, number) for each in (choices, ())]
             return first_wrong(*values) < math.inf
 
-        possible = [each for each in self.sets_of_choices if source_with(mistakes + each)]
-        if not shows(max(possible, key=len)):  # mostly none shows, which this tells at once
+        sets = self.sets_of_choices(mistakes)
+        if not shows(max(sets, key=len)):  # mostly none shows, which this tells at once
             return []
-        return [names[0] for names in possible if len(names) == 1 and shows(names)]
+        return [names[0] for names in sets if len(names) == 1 and shows(names)]
 
     def agreement(self, names, number):
         """Returns how many values these changes explain up to the first wrong one, or infinity."""
-        values = self.simulate(names, number) if names else self.right[number]
+        values = self.simulate(names, number)
         limit = TOLERANCE
         is_mistaken = set(names) - set(CHOICES)
-        if is_mistaken and first_wrong(values, self.right[number]) < math.inf:
+        if is_mistaken and first_wrong(values, self.simulate((), number)) < math.inf:
             limit *= 10  # rounding grows where steps are wrong
         return first_wrong(self.found[number], values, limit)
 
@@ -161,26 +164,19 @@ class Search:
         shown = self.choices_that_show(mistakes, number)
         return mistakes + tuple(name for name in choices if name in shown)
 
+    def error(self, names, number):
+        return largest_error(self.found[number], self.simulate(names, number))
+
     def closest(self, number):
-        """Returns the choices with which a right port comes closest in a case, the largest error
-        that they leave, and their agreement."""
-        found = self.found[number]
+        """Returns the choices with which a right port comes closest in a case."""
         if self.agreement((), number) == math.inf:
-            return (), largest_error(found, self.right[number]), math.inf
-        results = []
-        for choices in self.sets_of_choices:
-            error = largest_error(
-                found, self.simulate(self.only_shown((), choices, number), number)
-            )
-            results.append((choices, error))
-        choices, error = min(results, key=lambda result: result[1])
-        return choices, error, self.agreement(choices, number)
+            return ()
+        shown = [self.only_shown((), each, number) for each in self.sets_of_choices(())]
+        return min(shown, key=lambda choices: self.error(choices, number))
 
     def explanation(self, mistakes):
         """Returns mistakes and the fewest choices that explain all cases together, or None."""
-        if not source_with(mistakes):
-            return None
-        sets = self.sets_of_choices
+        sets = self.sets_of_choices(mistakes)
         for number in self.numbers:
             explaining = []
             for choices in sets:
@@ -198,9 +194,8 @@ class Search:
         """
         self.numbers = range(len(self.found))
         closest = [self.closest(number) for number in self.numbers]
-        if all(count == math.inf for _, _, count in closest):
-            in_some_case = set().union(*[choices for choices, _, _ in closest])
-            made = tuple(name for name in CHOICES if name in in_some_case)
+        if all(self.agreement(*pair) == math.inf for pair in zip(closest, self.numbers)):
+            made = tuple(name for name in CHOICES if any(name in each for each in closest))
             return [made and self.explanation(()) or made]
 
         def usefulness(number):
@@ -210,7 +205,9 @@ class Search:
         self.numbers = sorted(self.numbers, key=usefulness)  # the first rules out the most mistakes
         explained = list(self.explanations([(name,) for name in self.mistakes]))
         if not explained:
-            more = self.fitted() if self.level == 3 else self.pairs()
+            more = self.fitted()
+            if self.level < 3:
+                more = [(best, name) for _, best in self.ranking[:10] for name in self.mistakes]
             explained = list(itertools.islice(self.explanations(more), 1))
         return explained
 
@@ -251,10 +248,6 @@ class Search:
                 names.setdefault(frozenset(explained - right), name)
         return sorted([(len(cases), name) for cases, name in names.items()], reverse=True)
 
-    def pairs(self):
-        """Returns pairs of mistakes, one of which explains the most cases."""
-        return [(best, name) for _, best in self.ranking[:10] for name in self.mistakes]
-
     def nearest(self):
         """Returns the mistake that explains 3 cases more than every other one does, or None."""
         (most, name), (others, _), *_ = [*self.ranking, (0, None), (0, None)]
@@ -262,7 +255,7 @@ class Search:
 
     def shows(self, name):
         """Says whether a mistake makes a difference in any case."""
-        pairs = ((self.simulate((name,), n), right) for n, right in enumerate(self.right))
+        pairs = ((self.simulate((name,), n), self.simulate((), n)) for n in range(len(self.found)))
         return any(first_wrong(*pair) < math.inf for pair in pairs)
 
 
@@ -270,13 +263,18 @@ def judge(search, cases, settings=()):
     """Prints what explains the values of a port; returns the exit code."""
     explained = search.explain()
     if not explained:
-        closest = [search.closest(number) for number in range(len(cases))]
-        largest = torch.tensor([error for _, error, _ in closest]).max()
+        errors = []
+        wrong = []
+        for number, case in enumerate(cases):
+            choices = search.closest(number)
+            errors.append(search.error(choices, number))
+            if search.agreement(choices, number) < math.inf:
+                wrong.append(case["name"])
+        largest = torch.tensor(errors).max()
         print(f"Wrong. No known mistake explains it. The largest error is {largest:.2g}.")
         nearest = search.nearest() if search.level < 3 else None
         if nearest:
             print(f"A part of it is probably this: {nearest}")
-        wrong = [case["name"] for case, (_, _, count) in zip(cases, closest) if count < math.inf]
         first = [name for name in ("GRPO, no KL", "GRPO", "AR", "Lopti") if name in wrong]
         if first:
             print(f"First mend what level 1 says, and then the case {first[0]}.")
@@ -343,37 +341,33 @@ def token_losses(case, new, old, ref, advantages, mask):
     return [losses, derivatives]
 
 
+def check_function(name, function):
+    """Prints what is wrong with a function; returns the exit code."""
+    signature = inspect.signature(getattr(port_with(()), name))
+    try:
+        inspect.signature(function).bind(*signature.parameters)
+    except TypeError as problem:
+        print(f"{name}: Wrong: {problem}. It is called as {name}{signature}.")
+        return 1
+    print(f"{name}: ", end="")
+    # Among the rewards of the rollouts are nearly equal ones, which show the ε of Eq. 1.
+    cases = GOLDEN["cases"] + (GOLDEN["rollouts"] if name == "group_advantages" else [])
+
+    found, right = zip(*[outputs(name, function, case) for case in cases])
+
+    def simulate(names, number):
+        if not names:
+            return right[number]
+        return outputs(name, getattr(port_with(names), name), cases[number])[0]
+
+    source = EXAMPLE.split(f"def {name}(")[1].split("\n\n\n")[0]
+    return judge(Search(1, found, simulate, source), cases)
+
+
 def check_functions(module):
     """Level 1: prints what is wrong with each function that a module has; returns the exit code."""
-    code = 0
-    for name in [name for name in FUNCTIONS if hasattr(module, name)]:
-        function = getattr(module, name)
-        signature = inspect.signature(getattr(port_with(()), name))
-        try:
-            inspect.signature(function).bind(*signature.parameters)
-        except TypeError as problem:
-            print(f"{name}: Wrong: {problem}. It is called as {name}{signature}.")
-            code = 1
-            continue
-        print(f"{name}: ", end="")
-        # Among the rewards of the rollouts are nearly equal ones, which show the ε of Eq. 1.
-        cases = GOLDEN["cases"] + (GOLDEN["rollouts"] if name == "group_advantages" else [])
-        pairs = [outputs(name, function, case) for case in cases]
-
-        def simulate(names, number, name=name, cases=cases):
-            return outputs(name, getattr(port_with(names), name), cases[number])[0]
-
-        source = EXAMPLE.split(f"def {name}(")[1].split("\n\n\n")[0]
-        code = max(code, judge(Search(1, *zip(*pairs), simulate, source), cases))
-    return code
-
-
-def check_module(module):
-    """Level 1 of a file: says first which functions it does not have; one must be there."""
-    missing = [name for name in FUNCTIONS if not hasattr(module, name)]
-    if missing:
-        print(f"Not found: {', '.join(missing)}.")
-    return 1 if len(missing) == len(FUNCTIONS) else check_functions(module)
+    names = [name for name in FUNCTIONS if hasattr(module, name)]
+    return max([check_function(name, getattr(module, name)) for name in names], default=1)
 
 
 # 2. Updates of a table ----------------------------------------------------------------------------
@@ -431,14 +425,17 @@ def check_updates(level, update, values_of, cases, right, settings):
     """
 
     def simulate(names, number):
+        if not names:
+            return right[number]
         port = port_with(names)
         return values_of(port.update if level == 2 else port.update_model, cases[number])
 
-    search = Search(level, [], right, simulate)
+    search = Search(level, [], simulate)
     for number, case in enumerate(cases):
         found = values_of(update, case)
         search.found.append(found)
-        choices, _, wrong = search.closest(number)
+        choices = search.closest(number)
+        wrong = search.agreement(choices, number)
         steps = len(case["steps"])
         excess = len(found) - len(right[number])
         if excess:
@@ -586,7 +583,10 @@ def main(words=None):
     reports = os.environ.get("RANK", "0") == "0"  # of torchrun's processes only the first one
     with contextlib.redirect_stdout(sys.stdout if reports else io.StringIO()):
         if not function:
-            code = check_module(module)
+            missing = [name for name in FUNCTIONS if not hasattr(module, name)]
+            if missing:
+                print(f"Not found: {', '.join(missing)}.")
+            code = check_functions(module)
         elif flags.model:
             code = check_model_update(function, settings)
         else:

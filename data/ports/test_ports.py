@@ -1,6 +1,7 @@
 """golden.json, check_port.py, the example port, README's diff and the files of flags."""
 
 import copy
+import inspect
 import itertools
 import json
 import math
@@ -170,6 +171,40 @@ def test_level_1_names_each_mistake_in_a_function(mistake, capsys):
             mistake = "~low"
         assert (code, printed.count("Right.")) == (1, 4)
         assert f": Wrong: {mistake}" in printed
+
+
+def test_the_standard_deviation_is_named_beside_any_epsilon(capsys):
+    """numpy's, which divides by G, is one mistake, and ε a choice: at levels 1 and 2."""
+    mistake = "the standard deviation of a group is divided by G, not by G - 1 (as numpy's is)"
+    for choice in CHOICES[-2:]:
+        port = check_port.port_with((mistake, choice))
+        assert "ε" in choice
+        code, lines = checked(port.update, capsys)
+        assert code == 1
+        assert lines in ([f"Wrong: {mistake}"], [f"Wrong: {mistake}", choice])  # 1e-8 is near 1e-6
+        assert check_port.check_function("group_advantages", port.group_advantages) == 1
+        printed = capsys.readouterr().out
+        assert printed == f"group_advantages: Wrong: {mistake}\n{choice}\n"
+
+
+def test_level_1_passes_functions_in_float32(capsys):
+    """Also where a derivative by log π is 1e5 (kl_estimate without its bounds)."""
+    port = check_port.port_with((CHOICES[2], CHOICES[3]))
+
+    def in_float32(function):
+        def call(*arguments):
+            tensors = [
+                x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in arguments
+            ]
+            result = function(*tensors)
+            return result.double() if torch.is_tensor(result) else result
+
+        call.__signature__ = inspect.signature(function)
+        return call
+
+    for name in check_port.FUNCTIONS:
+        assert check_port.check_function(name, in_float32(getattr(port, name))) == 0
+    assert capsys.readouterr().out.count("Right.") == len(check_port.FUNCTIONS)
 
 
 @pytest.fixture
