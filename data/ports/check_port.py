@@ -278,6 +278,8 @@ def judge(search, cases, settings=()):
         first = [name for name in ("GRPO, no KL", "GRPO", "AR", "Lopti") if name in wrong]
         if first:
             print(f"First mend what level 1 says, and then the case {first[0]}.")
+        if search.level == 3:
+            print("Level 2 also looks for two mistakes at a time.")
         return 1
     names, *others = explained
     choices = [name for name in names if name in CHOICES]
