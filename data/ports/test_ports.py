@@ -289,6 +289,16 @@ def test_level_2_says_how_large_an_error_is_that_it_cannot_explain(name, knows, 
     assert float(lines[0].split()[-1].rstrip(".")) == right_error
 
 
+def test_level_2_names_the_nearest_mistake(knows, capsys):
+    """Beside one that is not known: the weight decay is at most 0.9, which shows in one case."""
+    name = "the KL is left out"
+    unknown = (DECAY, '"weight_decay": min(case["weight_decay"], 0.9)')
+    knows([LEVEL_2[0], name])
+    code, lines = checked(changed_port(*check_port.MISTAKES[name], unknown).update, capsys)
+    assert code == 1
+    assert lines[1] == f"A part of it is probably this: {name}"
+
+
 def test_level_2_says_where_a_port_differs_first(knows, capsys):
     """The second pass has an optimizer of its own, so its first step differs."""
     name = "detail 5: the second pass has an optimizer of its own"
