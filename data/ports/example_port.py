@@ -3,6 +3,9 @@
 The first five have the names, arguments and values of those in lopti.py. They are not imported from
 there, because check_port.py changes their lines to simulate mistakes. At the end is what helps to
 call a trainer whose update is a single call.
+
+B is the number of responses and T the length of the longest, with padding on the right. Rewards are
+(B,), and so is what `group_advantages` returns; all other tensors of level 1 are (B, T).
 """
 
 import copy
@@ -101,7 +104,7 @@ class Table(torch.nn.Module):
 
 
 def update(case):
-    """The update of a table: a copy of it after each optimizer step."""
+    """The update of a table: a copy of it after each optimizer step, also if it is skipped."""
     case = case | {"prompts": [[token] for token in case["prompts"]]}
     table = Table(case["table"])
     reference = Table(case["reference"])
@@ -112,7 +115,10 @@ def update(case):
 
 
 def update_model(model, optimizer, case):
-    """The update of a causal language model, which is also the reference: the gradient norms."""
+    """The update of a causal language model, which is also the reference.
+
+    It returns the gradient norm of each step, 0 if it is skipped.
+    """
     return list(run_passes(model, copy.deepcopy(model), optimizer, case))
 
 
