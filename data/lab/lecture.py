@@ -389,7 +389,7 @@ def bounds(pi, norms, vocabulary_size):
     axis.fill_between(grid, lower, upper, color=COLORS["GRPO"], alpha=0.25, label=label)
     axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
     axis.plot([], [], "o", color=COLORS["low"], label="a token, coloured by its π")
-    title = "The less probable a token, the larger its gradient norm"
+    title = "The gradient norm lies between 1 − π and √2·(1 − π)"
     axis.set(title=title, xlabel="π of the token", ylabel="gradient norm at the logits")
     axis.legend()
 
@@ -472,8 +472,8 @@ def show_rule():
         ("measured gain, in %", "gain of AR α = 0.3, gradient descent", "{:.1f}"),
     ):
         rule[name] = values[measured].map(style.format) + " ± " + halves[measured].map(style.format)
-    rule["the rule says"] = "harm"
-    rule.loc[values[by_signal] > values[by_norm], "the rule says"] = "help"
+    by_rule = 100 * 0.3 * (values[by_signal] - values[by_norm])  # α times the derivative
+    rule["the rule says"] = by_rule.map("{:.1f}".format)
     display(rule)
 
 

@@ -99,11 +99,13 @@ def test_the_port_of_the_exercise_has_one_silent_bug(capsys):
     text = cell_that_begins("def port(").partition("\n\n\n")[0]
     lecture.compare_tables(run(text, torch=torch)["port"])
     *wrong, count = capsys.readouterr().out.splitlines()
-    assert "Lopti: wrong from optimizer step 2 on" in wrong
+    assert "Lopti: wrong from optimizer step 1 on" in wrong
     names = {line.partition(":")[0] for line in wrong}
     assert not names & {"GRPO", "AR"}
     assert count == f"{16 - len(wrong)} of 16 cases are right"
-    lecture.compare_tables(run(text.replace("logprobs.detach()", "old"), torch=torch)["port"])
+    bug = '(losses * tokens).sum() + case["kl_coef"] * kl.sum()'
+    text = text.replace(bug, '((losses + case["kl_coef"] * kl) * tokens).sum()')
+    lecture.compare_tables(run(text, torch=torch)["port"])
     assert capsys.readouterr().out == "16 of 16 cases are right\n"
 
 
@@ -300,8 +302,9 @@ def test_in_the_experiment_help_becomes_harm(monkeypatch):
         return lecture.NormedDescent(weights, norm=0.4)
 
     final = {}  # accuracy minus GRPO's at a KL of 1
-    for noise in (1 / 8, 1 / 2):
-        paths = lecture.train_all(cell["train"], noise, make_optimizer, 60)
+    methods = (*lecture.FOUR_METHODS, "Lopti, pass 1 alone")
+    for noise in (1 / 8, 1 / 4, 1 / 3, 1 / 2):
+        paths = lecture.train_all(cell["train"], noise, make_optimizer, 60, methods=methods)
         kl, ahead = lecture.ahead_of_grpo(paths)
         assert kl[-1] == 1.0
         final[noise] = {method: means[-1] for method, (means, _) in ahead.items()}
@@ -309,6 +312,8 @@ def test_in_the_experiment_help_becomes_harm(monkeypatch):
     assert final[1 / 8]["Lopti"] > 0.02
     assert final[1 / 2]["AR"] < -0.01
     assert final[1 / 2]["Lopti"] < -0.01
+    assert final[1 / 4]["AR"] > 0 > final[1 / 3]["AR"]
+    assert final[1 / 2]["Lopti, pass 1 alone"] > 0.05
     for ahead in final.values():
         assert ahead["GRPO"] == 0
         assert ahead["GRPO, two epochs"] < ahead["Lopti"]

@@ -72,7 +72,7 @@ def test_every_decimal_of_a_result_is_printed():
 
 
 def test_the_measures_of_the_long_runs():
-    """The last third are steps 49 to 72; collapsed is .1 below the best of six means of twelve."""
+    """The last third are steps 49 to 72; fell back: .1 below the best of six means of twelve."""
     runs = results.of_long_runs()
     by_run = {}
     with open(results.FOLDER / "long_steps.csv", encoding="utf-8", newline="") as file:
@@ -86,7 +86,7 @@ def test_the_measures_of_the_long_runs():
         assert runs.loc[key, "accuracy"] == pytest.approx(statistics.mean(accuracies[48:]))
         assert runs.loc[key, "kl"] == pytest.approx(statistics.mean(kls[48:]))
         twelves = [statistics.mean(accuracies[start : start + 12]) for start in range(0, 72, 12)]
-        assert runs.loc[key, "collapsed"] == (twelves[-1] < max(twelves) - 0.1)
+        assert runs.loc[key, "fell_back"] == (twelves[-1] < max(twelves) - 0.1)
 
 
 def test_the_table_of_readme():
