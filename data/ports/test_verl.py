@@ -91,7 +91,7 @@ def test_the_shell_script_has_the_settings_of_the_paper(config_file):
         (group_size, kk.group_size),
         (config.actor_rollout_ref.rollout.temperature, kk.temperature),
         (actor.ppo_mini_batch_size * group_size, kk.mini_batch_size),  # verl counts prompts
-        (actor.ppo_epochs, kk.passes),
+        (actor.ppo_epochs, kk.update_epochs),
         (actor.optim.lr, kk.learning_rate),
         (actor.optim.lr_scheduler_type, "constant"),
         (actor.optim.weight_decay, kk.weight_decay),
