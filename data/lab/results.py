@@ -608,25 +608,28 @@ def comparisons():
 
 
 def long_curves():
-    """Accuracy and KL of the five methods of R2: all runs thin, their means thick."""
+    """Accuracies and KL of the five methods of R2: all runs thin, their means thick."""
     steps = pandas.read_csv(FOLDER / "long_steps.csv")
-    steps = steps[steps.setting == "72 steps"]
-    figure, panels = plt.subplots(1, 2, figsize=(12.5, 4.8))
-    for panel, column in zip(panels, ("accuracy", "kl"), strict=True):
+    evaluations = pandas.read_csv(FOLDER / "long_runs.csv")
+    figure, panels = plt.subplots(1, 3, figsize=(12.5, 4.6))
+    drawn = ((steps, "accuracy", 12), (steps, "kl", 12), (evaluations, "held_out", 1))
+    for panel, (table, column, width) in zip(panels, drawn, strict=True):
         for method, name in LONG_METHODS.items():
-            by_seed = steps[steps.method == method].pivot(
-                index="step", columns="seed", values=column
-            )
-            smooth = by_seed.rolling(12).mean()
+            of_method = table[(table.setting == "72 steps") & (table.method == method)]
+            by_seed = of_method.pivot(index="step", columns="seed", values=column)
+            smooth = by_seed.rolling(width).mean()
             style = {"color": COLORS[name]}
             panel.plot(smooth.index, smooth, linewidth=0.8, alpha=0.5, **style)
             panel.plot(smooth.index, smooth.mean(axis=1), linewidth=3, label=method, **style)
-        panel.set(xlabel="training step (mean of the last twelve)", xticks=range(12, 73, 12))
+        panel.set(xlabel="training step", xticks=range(0, 73, 24))
         panel.axvline(24, color="#888888", linewidth=0.8, linestyle=":")
         panel.spines["left"].set_visible(True)
         panel.tick_params(left=True)
-    panels[0].set_title("accuracy in training", loc="left")
-    panels[1].set_title("KL to the initial model, in nats", loc="left")
+    panels[0].set_title(
+        "accuracy in training\n(mean of the last twelve steps)", loc="left", size=12
+    )
+    panels[1].set_title("KL to the initial model\n(likewise)", loc="left", size=12)
+    panels[2].set_title("accuracy on held-out puzzles", loc="left", size=12)
     panels[1].legend(frameon=False)
     title = "After step 24 GRPO keeps improving near its start; the others move farther"
     figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
