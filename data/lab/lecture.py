@@ -423,15 +423,20 @@ def five_bars(values, title, ylabel):
     axis.set(title=title, ylabel=ylabel)
 
 
+def first_steps():
+    """Returns what was measured of first steps, and half of each interval: a row for each model."""
+    table = pandas.read_csv(LAB / "results/first_steps.csv")
+    values = table.pivot(index="model", columns="measured", values="value")
+    return values, table.pivot(index="model", columns="measured", values="half_interval")
+
+
 def draw_first_steps():
     """Draws how far steps on some of the tokens move the tokens with π ≥ 0.75 (R1).
 
     Returns, for each model, the step on π < 0.25 divided by that on π ≥ 0.75: how far they move
     these tokens, and how long they are.
     """
-    table = pandas.read_csv(LAB / "results/first_steps.csv")
-    values = table.pivot(index="model", columns="measured", values="value")
-    halves = table.pivot(index="model", columns="measured", values="half_interval")
+    values, halves = first_steps()
     updates = ["update on π < 0.25", "update on π ≥ 0.75"]
     models = ["SmolLM2", "bundled"]
     title = (
@@ -459,9 +464,7 @@ def draw_shares():
 
 def show_rule():
     """Shows for each setting in which it was measured what the rule of section 10 says."""
-    table = pandas.read_csv(LAB / "results/first_steps.csv")
-    values = table.pivot(index="model", columns="measured", values="value")
-    halves = table.pivot(index="model", columns="measured", values="half_interval")
+    values, halves = first_steps()
     by_signal = "average π by the mean gradient"
     by_norm = "average π by the squared norm"
     values = values[values[by_signal].notna()]

@@ -126,6 +126,11 @@ LONG_METHODS = {  # of R2
     "Lopti": "Lopti",
     "AR + Lopti": "AR + Lopti",
 }
+LONG_MEASURES = {
+    "accuracy": "accuracy, steps 49–72",
+    "kl": "KL, steps 49–72",
+    "held_out": "held out, step 72",
+}
 LONG_PAIRS = [f"{method} − GRPO" for method in LONG_METHODS if method != "GRPO"] + [SPLIT]
 CHANGES = {  # columns of R1's second table: what is measured
     "norm of π < 0.25, divided by π ≥ 0.75": "norm of π < 0.25 / norm of π ≥ 0.75",
@@ -308,11 +313,10 @@ def of_paper():
     return table(list(accuracies), accuracies.to_numpy())
 
 
-def long_runs():
+def long_runs(runs):
     """Returns the table of the five methods of R2."""
-    runs = of_long_runs().loc["72 steps"]
     found = {}  # {measure: {pair: Difference}}
-    for measure in ("accuracy", "kl", "held_out"):
+    for measure in LONG_MEASURES:
         by_seed = runs[measure].unstack("method")
         values = {pair: difference(by_seed, pair) for pair in LONG_PAIRS}
         found[measure] = corrected(values)
@@ -328,14 +332,13 @@ def long_runs():
     for each in found.values():
         line += ["–", shown(each[SPLIT])]
     head = ["mean over the seeds", "fell back"]
-    for name in ("accuracy, steps 49–72", "KL, steps 49–72", "held out, step 72"):
+    for name in LONG_MEASURES.values():
         head += [name, "minus GRPO"]
     return table(head, [*lines, line])
 
 
-def long_controls():
+def long_controls(runs):
     """Returns the table of the controls of R2: means, and the difference to GRPO for each seed."""
-    runs = of_long_runs().loc["72 steps"]
     grpo = runs.loc["GRPO"]
     lines = []
     for method in runs.index.unique("method"):
@@ -343,33 +346,15 @@ def long_controls():
             continue
         of_method = runs.loc[method]
         line = [method, f"{of_method.fell_back.sum()} of {len(of_method)}"]
-        for measure in ("accuracy", "kl", "held_out"):
+        for measure in LONG_MEASURES:
             each = of_method[measure] - grpo[measure].loc[of_method.index]
             line.append(f"{of_method[measure].mean():.3f}")
             line.append(", ".join(f"{value:+.3f}".replace("-", "−") for value in each))
         lines.append(line)
     head = ["controls", "fell back"]
-    for name in ("accuracy, steps 49–72", "KL, steps 49–72", "held out, step 72"):
+    for name in LONG_MEASURES.values():
         head += [name, "minus GRPO, each seed"]
     return table(head, lines)
-
-
-def long_small_batches():
-    """Returns the table of the small batches of R2."""
-    runs = of_long_runs()
-    lines = []
-    for setting in ("small batches, 1e-4", "small batches, 3e-5"):
-        for method in LONG_METHODS:
-            if (setting, method) not in runs.index.droplevel("seed"):
-                continue
-            of_method = runs.loc[setting].loc[method]
-            line = [f"{setting.removeprefix('small batches, ')}: {method}"]
-            line.append(f"{of_method.fell_back.sum()} of {len(of_method)}")
-            for measure in ("accuracy", "kl", "held_out"):
-                line.append(f"{of_method[measure].mean():.3f}")
-            lines.append(line)
-    head = ["small batches", "fell back", "accuracy, steps 49–72", "KL, steps 49–72"]
-    return table([*head, "held out, step 72"], lines)
 
 
 def gradient_norms():
@@ -521,6 +506,7 @@ def tables():
     """Returns {name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
     training = of_runs("training_accuracy")
     final = of_runs("final_accuracy")
+    runs = of_long_runs().loc["72 steps"]
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
     of_r3 = {share: f"{share}, π < 0.25" for share in shares}
@@ -542,9 +528,8 @@ def tables():
         "paper": of_paper(),
         "R1, norms": gradient_norms(),
         "R1, changes": of_frame("setting", first_steps(CHANGES)),
-        "R2, five methods": long_runs(),
-        "R2, controls": long_controls(),
-        "R2, small batches": long_small_batches(),
+        "R2, five methods": long_runs(runs),
+        "R2, controls": long_controls(runs),
         "R3, models": of_frame("π < 0.25", first_steps(of_r3, models)),
         "R3, kinds of tokens": kinds_of_tokens(),
         "R3, oracle": both_measures(of_oracle, training, final),
