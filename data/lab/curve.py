@@ -31,7 +31,7 @@ PANELS = {  # title → name in metrics.jsonl
     "reward": "reward",
 }
 # Elsewhere orange stands for low-probability tokens and blue for the others, so they are not here.
-COLORS = ["#009E73", "#555555", "#6A3D9A", "#8B5A2B", "#D65B98", "#A8A800", "#00B2B2", "#AAAAAA"]
+COLORS = ["#C2185B", "#555555", "#009E73", "#6A3D9A", "#8B5A2B", "#A8A800", "#00B2B2", "#AAAAAA"]
 
 
 def metrics_file(run):
@@ -68,11 +68,11 @@ def held_out_row(table):
 def draw(path, runs):
     """Saves the curves of {label: (metrics, evaluations)}, each as `read_run` returns it."""
     look = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
-    look |= {"font.size": 12, "axes.titlesize": "medium"}
+    look |= {"font.size": 14, "axes.titlesize": "medium"}
     look |= {"svg.hashsalt": "lopti", "svg.fonttype": "none"}  # the same file each time
     look |= {"axes.prop_cycle": plt.cycler(color=COLORS)}
     with plt.style.context(look, after_reset=True):  # whatever a caller has set
-        figure, panels = plt.subplots(1, 3, figsize=(12, 4.4), layout="constrained")
+        figure, panels = plt.subplots(1, 3, figsize=(11, 4.8), layout="constrained")
         for number, (label, (metrics, evaluations)) in enumerate(runs.items()):
             color = f"C{number}"
             for axis, name in zip(panels, PANELS.values()):
@@ -88,7 +88,7 @@ def draw(path, runs):
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         lines, labels = panels[0].get_legend_handles_labels()
         words = "thin: each step; thick: mean of up to five steps; points: held out, 95 % intervals"
-        style = {"loc": "outside lower left", "alignment": "left", "ncols": 4, "frameon": False}
+        style = {"loc": "outside upper left", "alignment": "left", "ncols": 3, "frameon": False}
         figure.legend(lines, labels, title=words, **style)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)

@@ -49,8 +49,8 @@ def write(x, y, text, **style):
     plt.text(x, y, text, **{"va": "center", "size": 14} | style)
 
 
-def code(x, y, text):
-    write(x, y, text, family="monospace", size=12.5, linespacing=1.3)
+def code(x, y, text, **style):
+    write(x, y, text, family="monospace", size=12.5, **style)
 
 
 def box(x, y, width, height, **style):
@@ -70,61 +70,61 @@ def draw_responses(record, mask, low, advantages):
     """Draws the upper half of the page, with a row for each response."""
     write(14, 66, f"{len(mask) // GROUP_SIZE} prompts", weight="bold")
     story = record["question"].partition("You meet ")[2]
-    write(14, 85, "the second one:", size=12, color=QUIET)
-    write(14, 168, textwrap.fill(f"… {story}", 23), size=12, color=QUIET, linespacing=1.35)
-    write(256, 66, "1. responses", weight="bold")
-    write(516, 66, f"(B, L) = {tuple(mask.shape)}", ha="right", color=QUIET)
-    write(256, 85, "prompt", size=12, color=QUIET)
-    write(516, 85, "padding", size=12, color=QUIET, ha="right")
-    write(337, 85, f"π < {ETA}", size=12, color=COLORS["low"], weight="bold")
-    write(400, 85, f"π ≥ {ETA}", size=12, color=COLORS["high"], weight="bold")
-    for x, name in ((652, "2. R"), (806, "4. Â")):
-        write(x, 66, name, ha="right", weight="bold")
-        write(x, 85, "(B,)", ha="right", color=QUIET)
-    for start, end, name, below in (
-        (186, 250, "sample()", f"G = {GROUP_SIZE}"),
-        (522, 604, "compute_\nrewards()", ""),
-        (666, 756, "group_\nadvantages()", "Eq. 1"),
+    write(14, 87, "the second one:", size=13, color=QUIET)
+    write(14, 184, textwrap.fill(f"… {story}", 18), size=12, color=QUIET, linespacing=1.3)
+    shape = f"(B, L) = {tuple(mask.shape)}"
+    for x, align, name, function, below in (
+        (156, "left", "1. responses", f"sample(), G = {GROUP_SIZE}", shape),
+        (396, "center", "2. R", "compute_rewards()", "(B,)"),
+        (482, "left", "3. π of each token", "response_logprobs()", "(B, L)"),
+        (816, "right", "4. Â, Eq. 1", "group_advantages()", "(B,)"),
     ):
-        arrow((start, 172), (end, 172))
-        code(start, 157 - 8 * name.count("\n"), name)
-        write(start, 188, below, color=QUIET)
-    scale = 260 / mask.shape[1]
+        write(x, 66, name, ha=align, weight="bold")
+        code(x, 87, function, ha=align)
+        write(x, 107, below, ha=align, color=QUIET)
+    write(156, 284, "prompt", size=13, color=QUIET)
+    write(316, 284, "padding", size=13, color=QUIET, ha="right")
+    write(540, 107, f"π < {ETA}", color=COLORS["low"], weight="bold")
+    write(608, 107, f"π ≥ {ETA}", color=COLORS["high"], weight="bold")
+    scale = 160 / mask.shape[1]
     for row, of_row in enumerate(record["rows"]):
-        top = 97 + 18 * row + 8 * (row // GROUP_SIZE)
-        box(256, top, 260, 14, facecolor="none", edgecolor=GREY, linewidth=0.8)
-        box(256, top, scale * of_row["prompt_length"], 14, facecolor=GREY)
+        top = 121 + 18 * row + 8 * (row // GROUP_SIZE)
+        length = of_row["prompt_length"]
+        box(156, top, scale * length, 14, facecolor=GREY)
+        box(156 + scale * length, top, scale * mask[row].sum(), 14, facecolor=QUIET)
+        for left in (156, 482):
+            box(left, top, 160, 14, facecolor="none", edgecolor=GREY, linewidth=0.8)
         for tokens, color in ((mask, COLORS["high"]), (low, COLORS["low"])):
             runs, counts = tokens[row].long().unique_consecutive(return_counts=True)
-            edges = 256 + scale * torch.cat([torch.zeros(1), counts.cumsum(0)])
+            edges = 482 + scale * torch.cat([torch.zeros(1), counts.cumsum(0)])
             plt.stairs(top + 14 * runs, edges, baseline=top, fill=True, color=color)
-        write(652, top + 7, f"{of_row['reward']:g}".replace("-", "−"), ha="right")
-        write(806, top + 7, number(advantages[row]), ha="right")
+        write(408, top + 7, f"{of_row['reward']:g}".replace("-", "−"), ha="right")
+        write(816, top + 7, number(advantages[row]), ha="right")
     # Two lines lead to the lower half, from the first tokens of the last response, and an arrow.
-    left = 256 + scale * of_row["prompt_length"]
+    left = 482 + scale * length
     right = left + scale * COLUMNS
     box(left, top, right - left, 14, facecolor="none", edgecolor="black", linewidth=1.5)
-    plt.plot([192, left], [278, top + 14], color="black", linewidth=0.8)
-    plt.plot([692, right], [278, top + 14], color="black", linewidth=0.8)
-    plt.plot([790, 790], [top + 20, 346], color="black", linewidth=1.5)
-    arrow((790, 346), (754, 346))
+    plt.plot([192, left], [306, top + 14], color="black", linewidth=0.8)
+    plt.plot([692, right], [306, top + 14], color="black", linewidth=0.8)
+    plt.plot([800, 800], [top + 20, 374], color="black", linewidth=1.5)
+    arrow((800, 374), (754, 374))
 
 
 def draw_tokens(tokens, pi, advantage, weighted):
     """Draws the lower half, with a column for each of the first tokens of the last response."""
-    box(6, 364, 818, 50, facecolor=COLORS["AR, α = 0.3"], alpha=0.3)
-    box(6, 420, 818, 112, facecolor=COLORS["Lopti"], alpha=0.15)
+    box(6, 392, 818, 50, facecolor=COLORS["AR, α = 0.3"], alpha=0.3)
+    box(6, 448, 818, 112, facecolor=COLORS["Lopti"], alpha=0.15)
     for y, name, function, shape in (
-        (304, "3. π of each token", "response_logprobs()", "(B, L)"),
-        (355, "Â of the response", "", "(B, 1)"),
-        (389, f"5. AR, α = {ALPHA}, Eq. 4", "reweight_advantages()", "(B, L)"),
-        (444, f"6. Lopti, η = {ETA}", "", "masks (B, L)"),
+        (332, "first tokens of the\nlast response, and π", "", ""),
+        (383, "Â of the response", "", "(B, 1)"),
+        (417, f"5. AR, α = {ALPHA}, Eq. 4", "reweight_advantages()", "(B, L)"),
+        (472, f"6. Lopti, η = {ETA}", "", "masks (B, L)"),
     ):
         write(14, y - 9, name, weight="bold")
         code(14, y + 10, function)
         write(704, y if function else y - 9, shape, color=QUIET)
-    code(150, 435, "split_tokens()")
-    for y, name, color in ((466, f"pass 1: π < {ETA}", "low"), (508, f"pass 2: π ≥ {ETA}", "high")):
+    code(150, 463, "split_tokens()")
+    for y, name, color in ((494, f"pass 1: π < {ETA}", "low"), (536, f"pass 2: π ≥ {ETA}", "high")):
         write(14, y, name, weight="bold", color=COLORS[color])
         arrow((696, y), (712, y))
         code(716, y - 9, "7. update()")
@@ -134,15 +134,15 @@ def draw_tokens(tokens, pi, advantage, weighted):
         middle = left + 29.5
         is_low = pi[column] < ETA
         color = COLORS["low" if is_low else "high"]
-        box(left, 278, 59, 52, facecolor=color, alpha=0.28)
+        box(left, 306, 59, 52, facecolor=color, alpha=0.28)
         style = {"family": "monospace", "size": 12, "ha": "center"}
-        write(middle, 295, token.replace("-", "-\n"), **style)
-        write(middle, 319, number(pi[column]), weight="bold", ha="center")
-        write(middle, 346, number(advantage), ha="center")
+        write(middle, 323, token.replace("-", "-\n"), **style)
+        write(middle, 347, number(pi[column]), weight="bold", ha="center")
+        write(middle, 374, number(advantage), ha="center")
         factor = weighted[column] / advantage
-        write(middle, 379, f"× {number(factor)}", color=QUIET, ha="center")
-        write(middle, 400, number(weighted[column]), weight="bold", ha="center")
-        y = 466 if is_low else 508
+        write(middle, 407, f"× {number(factor)}", color=QUIET, ha="center")
+        write(middle, 428, number(weighted[column]), weight="bold", ha="center")
+        y = 494 if is_low else 536
         box(left, y - 18, 59, 36, facecolor=color)
         style = {"color": "white", "weight": "bold", "ha": "center"}
         write(middle, y, number(weighted[column]), **style)
@@ -160,8 +160,8 @@ def flow():
     weighted = lopti.reweight_advantages(advantages[:, None] * mask, logprobs, ALPHA)
     low, high = lopti.split_tokens(logprobs, mask, ETA)
 
-    figure = plt.figure(figsize=(830 / 72, 572 / 72), layout="none")
-    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, 830), ylim=(572, 0))  # in points, y downwards
+    figure = plt.figure(figsize=(830 / 72, 600 / 72), layout="none")
+    axis = figure.add_axes((0, 0, 1, 1), xlim=(0, 830), ylim=(600, 0))  # in points, y downwards
     axis.axis("off")
     title = "A reward is for a whole response; AR and Lopti act on its tokens"
     write(14, 25, title, size=20, weight="bold")
@@ -169,7 +169,7 @@ def flow():
     draw_tokens(record["tokens"], rows[-1]["pi"], advantages[-1], weighted[-1][mask[-1]])
     text = f"Both passes divide the loss by N = {mask.sum()}, the number of all response tokens: "
     text += f"{low.sum()} in pass 1, {high.sum()} in pass 2."
-    write(14, 552, text)
+    write(14, 580, text)
     return figure
 
 

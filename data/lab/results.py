@@ -3,8 +3,8 @@
 python data/lab/results.py        # a test asks that this changes nothing
 
 A difference is one of accuracies or KLs: its mean over the seeds that both methods have, and half
-of its 95 % interval (Student's t). It is bold in a table, and its mark in the picture is filled, if
-it is significant at 5 % after Holm's correction.
+of its 95 % interval (Student's t). It is bold in a table, and coloured in the picture, if it is
+significant at 5 % after Holm's correction.
 """
 
 import io
@@ -30,7 +30,11 @@ COLORS = {  # orange is low probability, blue is high; colour-blind readers can 
     "AR + Lopti": "#C2185B",
 }
 LOOK = {  # of the picture
-    "font.size": 12,
+    "font.size": 14,
+    "axes.titlesize": "medium",
+    "figure.labelsize": "medium",
+    "figure.titlesize": 19,
+    "figure.titleweight": "bold",
     "axes.spines.left": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -556,68 +560,78 @@ def tables():
 
 def comparisons():
     """A panel for each pair of methods, and in it a mark for each of the seven comparisons."""
-    pairs = (AR, LOPTI, TWO_EPOCHS, SPLIT)
+    steps = {AR: "equal steps", SPLIT: "equal steps"}
+    steps |= {LOPTI: "twice the steps", TWO_EPOCHS: "twice the steps"}
+    left, right = (-0.08, 0.13)  # all intervals but those of one comparison fit
     found = of_runs("training_accuracy")
-    figure, panels = plt.subplots(1, len(pairs), figsize=(12.5, 5.5), sharey=True)
-    for panel, pair in zip(panels, pairs, strict=True):
+    figure, panels = plt.subplots(1, len(steps), figsize=(11.5, 7.4), sharey=True)
+    for panel, pair in zip(panels, steps, strict=True):
         first, _, second = pair.partition(" − ")
         color = COLORS[first] if second == "GRPO" else "black"
-        panel.axvline(0, color="#888888", linewidth=0.8, zorder=0)
         for line, comparison in enumerate(SEVEN):
             each = found.get((comparison, pair))
             weight = "bold" if each and each.p < 0.05 else "normal"
-            style = {"ha": "center", "size": 11, "weight": weight}
-            paper = {"facecolor": "white", "edgecolor": "none", "pad": 1}
             text = shown(each).strip("*") if each else "not run"
-            panel.text(0, line - 0.24, text, bbox=paper, **style)
-            if line:
-                panel.axhline(line - 0.55, color="#dddddd", linewidth=0.8, zorder=0)
+            panel.text((left + right) / 2, line - 0.12, text, ha="center", weight=weight)
+            panel.vlines(0, line - 0.04, line + 0.5, color="#888888", linewidth=0.8, zorder=0)
+            panel.axhline(line - 0.5, color="#dddddd", linewidth=0.8, zorder=0)
             if each:
                 fill = color if weight == "bold" else "white"
-                style = {"color": color, "markerfacecolor": fill, "markersize": 7, "capsize": 3}
-                panel.errorbar(each.mean, line + 0.08, xerr=each.half, fmt="o", **style)
-        panel.set_title(pair.replace(" − ", "\n− "), size=11, weight="bold")
-        panel.set(xlim=(-0.2, 0.2), xticks=(-0.1, 0, 0.1), ylim=(len(SEVEN) - 0.5, -0.8))
-    panels[0].set_yticks(range(len(SEVEN)), SEVEN)
-    title = (
-        "AR (α = 0.3) made no significant difference. Lopti was better than GRPO in three of\n"
-        "seven comparisons, but never better than GRPO with two update epochs."
+                style = {"color": color, "markerfacecolor": fill, "markersize": 8}
+                panel.errorbar(each.mean, line + 0.16, xerr=each.half, fmt="o", **style)
+                for edge, arrow in ((left, "<"), (right, ">")):
+                    if abs(edge - each.mean) < each.half:
+                        panel.plot(edge, line + 0.16, arrow, color=color, clip_on=False)
+            if weight == "bold":
+                panel.axhspan(line - 0.5, line + 0.5, color=color, alpha=0.2, linewidth=0)
+        panel.set_title(pair.replace(" − ", "\n− "), size=13.5, weight="bold", pad=24)
+        panel.text(0.5, 1.015, steps[pair], ha="center", transform=panel.transAxes)
+        panel.set(xlim=(left, right), xticks=(0, 0.1), ylim=(len(SEVEN) - 0.5, -0.5))
+    panels[0].set_yticks(range(len(SEVEN)), [name.replace(", ", ",\n", 1) for name in SEVEN])
+    title = "Neither AR nor Lopti was significantly better than GRPO\nwith as many optimizer steps"
+    figure.suptitle(title, x=0.01, ha="left")
+    figure.supxlabel(
+        "difference in accuracy during training, with its 95 % interval (arrows: it goes on);\n"
+        "coloured: significant after Holm's correction"
     )
-    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
-    xlabel = (
-        "difference in accuracy during training, with its 95 % interval "
-        "(filled: significant after Holm's correction)"
-    )
-    figure.supxlabel(xlabel, size=12)
     return figure
 
 
 def long_curves():
-    """Accuracies and KL of the five methods of R2: all runs thin, their means thick."""
+    """Accuracies and KL of the five methods of R2: their means, and a point for each last value."""
     steps = pandas.read_csv(FOLDER / "long_steps.csv")
-    evaluations = pandas.read_csv(FOLDER / "long_runs.csv")
-    figure, panels = plt.subplots(1, 3, figsize=(12.5, 4.6))
-    drawn = ((steps, "accuracy", 12), (steps, "kl", 12), (evaluations, "held_out", 1))
+    evaluations = pandas.read_csv(FOLDER / "long_runs.csv").query("step > 0")
+    figure, panels = plt.subplots(1, 3, figsize=(11, 4.8))
+    panels[1].sharey(panels[0])
+    drawn = ((steps, "accuracy", 12), (evaluations, "held_out", 1), (steps, "kl", 12))
     for panel, (table, column, width) in zip(panels, drawn, strict=True):
+        ends = {}
         for method, name in LONG_METHODS.items():
             of_method = table[(table.setting == "72 steps") & (table.method == method)]
             by_seed = of_method.pivot(index="step", columns="seed", values=column)
             smooth = by_seed.rolling(width).mean()
-            style = {"color": COLORS[name]}
-            panel.plot(smooth.index, smooth, linewidth=0.8, alpha=0.5, **style)
-            panel.plot(smooth.index, smooth.mean(axis=1), linewidth=3, label=method, **style)
+            means = smooth.mean(axis=1)
+            panel.plot(means, color=COLORS[name], linewidth=6 if method == "GRPO" else 3)
+            panel.plot(smooth.loc[[72]], "o", color=COLORS[name], markersize=5)
+            ends[method] = means[72]
         panel.set(xlabel="training step", xticks=range(0, 73, 24))
         panel.axvline(24, color="#888888", linewidth=0.8, linestyle=":")
         panel.spines["left"].set_visible(True)
         panel.tick_params(left=True)
-    panels[0].set_title(
-        "accuracy in training\n(mean of the last twelve steps)", loc="left", size=12
-    )
-    panels[1].set_title("KL to the initial model\n(likewise)", loc="left", size=12)
-    panels[2].set_title("accuracy on held-out puzzles", loc="left", size=12)
-    panels[1].legend(frameon=False)
-    title = "After step 24 GRPO keeps improving near its start; the others move farther"
-    figure.suptitle(title, x=0.01, ha="left", size=15, weight="bold")
+    height = 0.06 * panel.get_ylim()[1]
+    place = 0
+    for method, end in pandas.Series(ends).sort_values().items():
+        place = max(end, place + height)  # labels do not overlap
+        style = {"color": COLORS[LONG_METHODS[method]], "weight": "bold", "va": "center"}
+        panel.text(75, place, method.replace(", ", ",\n"), **style)
+    panels[0].set_title("accuracy in training *")
+    panels[1].set_title("accuracy, held out")
+    panels[2].set_title("KL to the initial model *")
+    panels[2].text(26, 0.24, "README's\nruns end", color="#565D66")
+    title = "GRPO stayed nearest to its start, and ended best on held-out puzzles"
+    figure.suptitle(title, x=0.01, ha="left")
+    words = "lines: mean over the seeds; points: each seed at step 72; *: mean of the last 12 steps"
+    figure.supxlabel(words)
     return figure
 
 
