@@ -468,15 +468,11 @@ def show_rule():
     by_signal = "average π by the mean gradient"
     by_norm = "average π by the squared norm"
     values = values[values[by_signal].notna()]
-    rule = pandas.DataFrame(index=values.index)
-    for name, measured, style in (
-        ("E_s[π]", by_signal, "{:.2f}"),
-        ("E_v[π]", by_norm, "{:.2f}"),
-        ("measured gain, in %", "gain of AR α = 0.3, gradient descent", "{:.1f}"),
-    ):
-        rule[name] = values[measured].map(style.format) + " ± " + halves[measured].map(style.format)
+    halves = halves.loc[values.index]
+    gain = "gain of AR α = 0.3, gradient descent"
     by_rule = 100 * 0.3 * (values[by_signal] - values[by_norm])  # α times the derivative
-    rule["the rule says"] = by_rule.map("{:.1f}".format)
+    measured = values[gain].map("{:.1f}".format) + " ± " + halves[gain].map("{:.1f}".format)
+    rule = pandas.DataFrame({"by the rule, in %": by_rule.round(1), "measured, in %": measured})
     display(rule)
 
 

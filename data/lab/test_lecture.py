@@ -58,7 +58,7 @@ def test_the_notebook_runs(monkeypatch):
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     for text in map(json.dumps, (book, NOTEBOOK)):
-        assert text.count('"image/png"') == 9
+        assert text.count('"image/png"') == 10
         assert '"stderr"' not in text
 
 
@@ -70,16 +70,16 @@ def test_the_training_step_of_the_student():
     names = {"lopti": lopti, "torch": torch, "tokenizer": tokenizer, "clips": CLIPS}
     names |= {"compute_rewards": compute_rewards, "kk_reward": kk_reward}
     cell = cell_that_begins("def logprobs_of(")
-    solution = cell_that_begins("The table says how far").split("```")[1].removeprefix("python\n")
-    ar, lopti_edit = solution.split("    # 6. Lopti\n")
+    _, edits, _, slip, _ = cell_that_begins("The table says how far").split("```")
+    ar, lopti_edit = edits.removeprefix("python\n").split("    # 6. Lopti\n")
     both = cell.replace("    for update_mask in [mask]:\n", lopti_edit)
     both = both.replace("    # 5. Your first edit", ar + "    # 5. Your first edit")
-    by_now = """            low = (logprobs.detach().exp() < 0.5) & mask[rows]
-            tokens = mask[rows] & (low if number == 0 else ~low)
-            loss = (losses * tokens).sum()"""
-    split_anew = both.replace("for update_mask in [", "for number, update_mask in enumerate([")
-    split_anew = split_anew.replace("mask & ~low]:", "mask & ~low]):")
-    split_anew = split_anew.replace("            loss = (losses * update_mask[rows]).sum()", by_now)
+    loops, loss = slip.removeprefix("python\n").split("            ...  # logprobs and losses")
+    before, _, rest = both.partition("    for update_mask in [low")
+    _, _, rest = rest.partition("            logprobs = ")
+    split_anew = before + loops + "            logprobs = " + rest
+    one_pass = "            loss = (losses * update_mask[rows]).sum() / N\n"
+    split_anew = split_anew.replace(one_pass, loss.partition("\n")[2])
     cells = {
         "AR + Lopti": both,
         "GRPO": cell,
