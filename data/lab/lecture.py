@@ -179,6 +179,19 @@ def update_with_slip(slip, policy, reference, optimizer, rollout, settings):
             lopti.update(policy, optimizer, scaled, tokens, replace(settings, kl_coef=kl_coef))
 
 
+def show_learned(examples, before, after):
+    """Prints the puzzle with the shortest responses that is solved now and was not before."""
+    shortest = None
+    for example, old, new in zip(examples, before, after, strict=True):
+        if new["reward"] == 3 and old["reward"] < 3:
+            length = len(old["response"]) + len(new["response"])
+            if shortest is None or length < shortest[0]:
+                shortest = (length, example.question, old["response"], new["response"])
+    if shortest:
+        _, question, old, new = shortest
+        print(f"{textwrap.fill(question, 99)}\n\nBefore:\n{old}\n\nAfter:\n{new}")
+
+
 def compare_tables(port):
     """Prints which updates of golden.json a port makes wrongly, and from which step on.
 
@@ -502,28 +515,46 @@ def draw_ahead(panels, title):
 
 
 def clip_cases(letters, clips):
-    """Draws where the loss of Eq. 1 has a gradient; letters: {name: (ratio, Â)} to mark.
+    """Draws the loss of Eq. 1 over the ratio; letters: {name: (ratio, Â)} are marked.
 
     `clips` are the last three arguments of `lopti.policy_loss`.
     """
-    ratio = torch.logspace(-0.8, 0.7, 4000)  # up to 5
-    _, axis = plt.subplots(figsize=(12, 3.2))
-    for place, advantage in enumerate((-1.0, 1.0)):
+    ratio = torch.logspace(-0.8, 1.2, 4000)  # up to 16
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
+    for axis, advantage, aim in zip(axes, (1.0, -1.0), ("raise", "lower")):
         logprobs = ratio.log().requires_grad_()
         losses = lopti.policy_loss(
             logprobs, torch.zeros(4000), torch.full((4000,), advantage), *clips
         )
         (slope,) = torch.autograd.grad(losses.sum(), logprobs)
-        axis.fill_between(ratio, place - 0.3, place + 0.3, color="#DDDDDD")
-        dark = {"where": slope != 0, "color": "#777777"}
-        axis.fill_between(ratio, place - 0.3, place + 0.3, **dark)
-    style = {"ha": "center", "va": "center", "weight": "bold"}
-    for name, (at, advantage) in letters.items():
-        paper = {"boxstyle": "circle", "facecolor": "white"}
-        axis.text(at, float(advantage > 0), name, bbox=paper, **style)
-    title = "A token is clipped (light) if π has moved far enough in the direction of Â"
-    xlabel = "ratio r = π / π_old (1: the probability has not changed)"
-    axis.set(xscale="log", xlabel=xlabel, title=title)
-    axis.set_xticks([0.3, 0.8, 1, 1.24, 2.2, 5], ["0.3", "0.8", "1", "1.24", "2.2", "5"])
-    axis.set_xticks([], minor=True)
-    axis.set_yticks([0, 1], ["Â < 0: lower π", "Â > 0: raise π"])
+        losses = losses.detach()
+        axis.plot(ratio, losses.where(slope == 0, math.nan), color="#BBBBBB", linewidth=5)
+        axis.plot(ratio, losses.where(slope != 0, math.nan), color="#333333", linewidth=5)
+        for name, (at, of) in letters.items():
+            if of == advantage:
+                place = (float(at), float(losses[(ratio - at).abs().argmin()]))
+                axis.plot(*place, "o", color="white", markeredgecolor="black", markersize=20)
+                axis.annotate(name, place, ha="center", va="center", weight="bold")
+        ticks = [0.3, 0.8, 1.24, 2.2, 5, 10]
+        axis.set(xscale="log", title=f"Â = {advantage:.0f}: {aim} π".replace("-", "−"))
+        axis.set_xticks(ticks, map(str, ticks))
+        axis.set_xticks([], minor=True)
+    axes[0].set_ylabel("loss, without the KL")
+    figure.supxlabel("ratio r = π / π_old (1: the probability has not changed)")
+    title = "Where the loss is flat (light), a token has no gradient: it is clipped"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=17)
+
+
+def draw_toy(panels, title):
+    """Draws π of A after each step, {name of a panel: {treatment: π}}."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), sharey=True)
+    for axis, (name, paths) in zip(axes, panels.items(), strict=True):
+        for treatment, path in paths.items():
+            axis.plot(path, color=COLORS[treatment], marker="o", label=treatment)
+        axis.axhline(0.8, color="black", linewidth=1, linestyle=":")
+        axis.set_title(name, fontsize=15)
+        axis.set_xticks([0, 1, 2])
+        axis.set_xlabel("optimizer steps")
+    axes[0].set_ylabel("π of A (0.80 before)")
+    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(title, x=0.01, ha="left", fontsize=17)

@@ -177,15 +177,16 @@ def test_the_picture_of_the_bounds():
 
 
 def test_the_picture_of_the_clip():
-    """Dark: from 0.8 on where Â < 0, up to 1.24 where Â > 0."""
+    """Flat: above 1.24 where Â > 0; below 0.8 and above 10 where Â < 0; letters on the lines."""
     lecture.clip_cases({"B": (2.22, 1), "C": (0.3, -1)}, CLIPS)
-    _, falls, _, rises = lecture.plt.gca().collections
-    letters = {letter.get_text(): letter.get_position() for letter in lecture.plt.gca().texts}
-    assert letters == {"B": (2.22, 1), "C": (0.3, 0)}
-    falls = falls.get_paths()[0].vertices[:, 0]
-    assert falls.min() == pytest.approx(0.8, abs=0.01)
-    assert falls.max() == pytest.approx(5, abs=0.05)
-    assert rises.get_paths()[0].vertices[:, 0].max() == pytest.approx(1.24, abs=0.01)
+    rises, falls = lecture.plt.gcf().axes
+    for axis, ends in ((rises, (1.24,)), (falls, (0.8, 10.0))):
+        flat, sloping, letter = axis.lines
+        ratios = flat.get_xdata()
+        is_flat = ~numpy.isnan(flat.get_ydata())
+        assert (is_flat == numpy.isnan(sloping.get_ydata())).all()
+        assert ratios[1:][numpy.diff(is_flat)] == pytest.approx(ends, rel=0.01)
+        assert letter.get_ydata() == pytest.approx([-1.24 if axis == rises else 0.8])
 
 
 def test_the_picture_of_a_response():
