@@ -207,17 +207,21 @@ def of_runs(measure):
 
 
 def of_tasks(compared):
-    """Returns {(task and optimizer, pair): Difference} of synthetic_tasks.csv."""
-    tasks = pandas.read_csv(FOLDER / "synthetic_tasks.csv")
-    tasks = tasks[tasks.compared == compared]
-    tasks = tasks.assign(row=tasks.task + ", " + tasks.optimizer)
-    accuracies = tasks.pivot(index=["row", "seed"], columns="method", values="accuracy")
+    """Returns {(task and optimizer, pair): Difference} of the synthetic tasks."""
+    name = {"at equal KL": "synthetic_equal_kl.csv", "at the best rates": "synthetic_tasks.csv"}
+    tasks = pandas.read_csv(FOLDER / name[compared])
+    tasks = tasks.assign(row=tasks.task + ", " + tasks.optimizer).set_index(["row", "seed"])
     found = {}
     for pairs in ((AR_1, LOPTI), (SPLIT, TWO_EPOCHS, AR)):  # corrected together
         values = {}
-        for row in tasks.row.unique():
+        for row in tasks.index.unique("row"):
             for pair in pairs:
-                values[row, pair] = difference(accuracies.loc[row], pair)
+                of_row = tasks.loc[row]
+                if compared == "at equal KL":
+                    values[row, pair] = of_row.difference[of_row.pair == pair]
+                else:
+                    accuracies = of_row.pivot(columns="method", values="accuracy")
+                    values[row, pair] = difference(accuracies, pair)
         found |= corrected(values)
     return found
 
