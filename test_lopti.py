@@ -453,6 +453,10 @@ def test_a_growing_layer_holds_what_that_of_hf_holds_and_seldom_copies_it():
         copies += layer.keys is not before
     assert layer.get_seq_length() == plain.get_seq_length()
     assert copies <= 1 + layer.get_seq_length() // lopti.STRETCH
+    rounded = lopti.GrowingLayer()
+    for _ in range(2):
+        rounded.update(keys, values.bfloat16())
+    assert rounded.keys.dtype == rounded.values.dtype == torch.bfloat16
 
 
 def test_which_tokens_end_a_response():
