@@ -514,7 +514,8 @@ def tables():
     """Returns {name: table} of RESULTS.md, in the order of the page, and of GUIDE.md."""
     training = of_runs("training_accuracy")
     final = of_runs("final_accuracy")
-    runs = of_long_runs().loc["72 steps"]
+    long = of_long_runs()
+    runs = long.loc["72 steps"]
     models = ["one-wording", "SmolLM2", "bundled", "wordy"]
     shares = ("share of the squared norm", "share of the mean gradient")
     of_r3 = {share: f"{share}, π < 0.25" for share in shares}
@@ -538,6 +539,8 @@ def tables():
         "R1, changes": of_frame("setting", first_steps(CHANGES)),
         "R2, five methods": long_runs(runs),
         "R2, controls": long_controls(runs),
+        "R2, small batches, 1e-4": long_runs(long.loc["small batches, 1e-4"]),
+        "R2, small batches, 3e-5": long_runs(long.loc["small batches, 3e-5"]),
         "R3, models": of_frame("π < 0.25", first_steps(of_r3, models)),
         "R3, kinds of tokens": kinds_of_tokens(),
         "R3, oracle": both_measures(of_oracle, training, final),
