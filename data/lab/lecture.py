@@ -348,10 +348,11 @@ def standing(means, halves):
 # Pictures -----------------------------------------------------------------------------------------
 
 
-def token_sheet(tokens, pi, norms, title, width=88):
+def token_sheet(tokens, pi, norms, title, notes=None, width=88):
     """Draws a response: each token on the colour of its π, and under it a bar for its norm.
 
-    The bars of a line stand on one baseline; thin lines mark the norms 0, 1 and √2.
+    The bars of a line stand on one baseline; thin lines mark the norms 0, 1 and √2. `notes` are
+    words to write beside the bars of some tokens, {token: words}.
     """
     places = []  # left end, foot, width of each token
     x = 0
@@ -383,6 +384,7 @@ def token_sheet(tokens, pi, norms, title, width=88):
         left = x + size / 2 - 1
         style = {"facecolor": color, "edgecolor": "#777777", "linewidth": 0.8}
         axis.add_patch(plt.Rectangle((left, foot - below), 2, height * norm, **style))
+        axis.text(left + 2.5, foot - below + 0.4, (notes or {}).get(token, ""), weight="bold")
     axis.set(xlim=(0, width), ylim=(places[-1][1] - 2, 1.1), title=title, ylabel="gradient norm")
     axis.spines[:].set_visible(False)
     style = {"location": "bottom", "aspect": 60, "shrink": 0.6, "label": "π of the token"}
@@ -542,6 +544,19 @@ def clip_cases(letters, clips):
     axes[0].set_ylabel("loss, without the KL")
     figure.supxlabel("ratio r = π / π_old (1: the probability has not changed)")
     title = "Where the loss is flat (light), a token has no gradient: it is clipped"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=17)
+
+
+def draw_steps(steps, title):
+    """Draws π of A, B and C before (dotted) and after a step: {name: (before, after)}."""
+    figure, axes = plt.subplots(1, len(steps), figsize=(12, 3.8), sharey=True)
+    for axis, (name, (before, after)) in zip(axes, steps.items(), strict=True):
+        colors = [COLORS["high"], COLORS["low"], COLORS["low"]]
+        drawn = axis.bar(["A", "B", "C"], after, color=colors)
+        axis.bar(["A", "B", "C"], before, fill=False, linewidth=2, linestyle=":")
+        axis.bar_label(drawn, fmt="%.2f", padding=3)
+        axis.set_title(name, fontsize=15)
+    axes[0].set(ylabel="π", ylim=(0, 1.05))
     figure.suptitle(title, x=0.01, ha="left", fontsize=17)
 
 

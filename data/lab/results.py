@@ -330,16 +330,15 @@ def long_runs(runs):
         found[measure] = corrected(values)
     lines = []
     for method in LONG_METHODS:
-        of_method = runs.loc[method]
-        line = [method, f"{of_method.fell_back.sum()} of {len(of_method)}"]
+        line = [method]
         for measure, each in found.items():
-            line.append(f"{of_method[measure].mean():.3f}")
+            line.append(f"{runs.loc[method, measure].mean():.3f}")
             line.append(shown(each.get(f"{method} − GRPO")))
         lines.append(line)
-    line = [SPLIT, "–"]
+    line = [SPLIT]
     for each in found.values():
         line += ["–", shown(each[SPLIT])]
-    head = ["mean over the seeds", "fell back"]
+    head = ["mean over the seeds"]
     for name in LONG_MEASURES.values():
         head += [name, "minus GRPO"]
     return table(head, [*lines, line])
@@ -353,16 +352,30 @@ def long_controls(runs):
         if method in LONG_METHODS:
             continue
         of_method = runs.loc[method]
-        line = [method, f"{of_method.fell_back.sum()} of {len(of_method)}"]
+        line = [method]
         for measure in LONG_MEASURES:
             each = of_method[measure] - grpo[measure].loc[of_method.index]
             line.append(f"{of_method[measure].mean():.3f}")
             line.append(", ".join(f"{value:+.3f}".replace("-", "−") for value in each))
         lines.append(line)
-    head = ["controls", "fell back"]
+    head = ["controls, two seeds"]
     for name in LONG_MEASURES.values():
         head += [name, "minus GRPO, each seed"]
     return table(head, lines)
+
+
+def small_batches(runs):
+    """Returns the table of the small batches of R2, at two learning rates."""
+    lines = []
+    for method in LONG_METHODS:
+        line = [method]
+        for rate in ("1e-4", "3e-5"):
+            of_method = runs.loc[f"small batches, {rate}"].loc[method]
+            line.append(f"{of_method.fell_back.sum()} of {len(of_method)}")
+            line += [f"{of_method.kl.mean():.3f}", f"{of_method.held_out.mean():.3f}"]
+        lines.append(line)
+    head = ["small batches", "1e-4: fell back", "KL", "held out"]
+    return table([*head, "3e-5: fell back", "KL", "held out"], lines)
 
 
 def gradient_norms():
@@ -539,8 +552,7 @@ def tables():
         "R1, changes": of_frame("setting", first_steps(CHANGES)),
         "R2, five methods": long_runs(runs),
         "R2, controls": long_controls(runs),
-        "R2, small batches, 1e-4": long_runs(long.loc["small batches, 1e-4"]),
-        "R2, small batches, 3e-5": long_runs(long.loc["small batches, 3e-5"]),
+        "R2, small batches": small_batches(long),
         "R3, models": of_frame("π < 0.25", first_steps(of_r3, models)),
         "R3, kinds of tokens": kinds_of_tokens(),
         "R3, oracle": both_measures(of_oracle, training, final),
@@ -594,6 +606,7 @@ def comparisons():
         panel.set_title(pair.replace(" − ", "\n− "), size=13.5, weight="bold", pad=24)
         panel.text(0.5, 1.015, steps[pair], ha="center", transform=panel.transAxes)
         panel.set(xlim=(left, right), xticks=(0, 0.1), ylim=(len(SEVEN) - 0.5, -0.5))
+        panel.set_xlabel("← worse    better →")
     panels[0].set_yticks(range(len(SEVEN)), [name.replace(", ", ",\n", 1) for name in SEVEN])
     title = "Neither AR nor Lopti was significantly better than GRPO\nwith as many optimizer steps"
     figure.suptitle(title, x=0.01, ha="left")

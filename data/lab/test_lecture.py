@@ -58,7 +58,7 @@ def test_the_notebook_runs(monkeypatch):
     place = {"metadata": {"path": str(ROOT)}}
     nbclient.NotebookClient(book, timeout=3000, kernel_name="python3", resources=place).execute()
     for text in map(json.dumps, (book, NOTEBOOK)):
-        assert text.count('"image/png"') == 10
+        assert text.count('"image/png"') == 11
         assert '"stderr"' not in text
 
 
@@ -70,7 +70,7 @@ def test_the_training_step_of_the_student():
     names = {"lopti": lopti, "torch": torch, "tokenizer": tokenizer, "clips": CLIPS}
     names |= {"compute_rewards": compute_rewards, "kk_reward": kk_reward}
     cell = cell_that_begins("def logprobs_of(")
-    _, edits, _, slip, _ = cell_that_begins("The table says how far").split("```")
+    _, edits, _, slip, _ = cell_that_begins("The table compares your weights").split("```")
     ar, lopti_edit = edits.removeprefix("python\n").split("    # 6. Lopti\n")
     both = cell.replace("    for update_mask in [mask]:\n", lopti_edit)
     both = both.replace("    # 5. Your first edit", ar + "    # 5. Your first edit")
@@ -155,7 +155,7 @@ def test_the_lines_of_lopti_that_the_cells_show(monkeypatch):
     for call in calls:
         run(call, lecture=lecture, lopti=lopti)
     texts = [code.data for code in shown]
-    assert len(texts) == 5
+    assert len(texts) == 6
     assert "low = (old_logprobs.exp() < eta) & mask\nreturn low, mask & ~low" in texts
     for text in texts:
         ast.parse(text.replace("return ", "_ = "))
