@@ -4,8 +4,8 @@
     python data/ports/check_port.py my_port:update                 # 2. updates of a small table
     python data/ports/check_port.py --model my_port:update_model   # 3. updates of a language model
 
-my_port.py is your file, in the current folder. data/ports/README.md has the arguments and results
-of its functions, and the choices that a right port may make in another way than lopti.py.
+my_port.py is your file, in the current folder. example_port.py has the arguments and results of its
+functions, and README.md the choices that a right port may make in another way than lopti.py.
 
 At level 3 the printed numbers say how far the gradient norms, the change of all weights (both
 relative) and single weights (absolute) are from golden.json.
@@ -94,7 +94,7 @@ def port_with(names):
 def first_wrong(values, others, tolerance=TOLERANCE):
     """Returns the number of the first tensor that differs, or infinity if none does.
 
-    The tolerance is relative where a value is above 1. NaN agrees with NaN only.
+    A difference of up to tolerance · (1 + |value|) is none. NaN agrees with NaN only.
     """
     limits = {"rtol": tolerance, "atol": tolerance, "equal_nan": True}
     for number, (a, b) in enumerate(itertools.zip_longest(values, others)):
