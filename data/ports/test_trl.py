@@ -311,6 +311,30 @@ def test_lora():
     assert max(compare_with_lopti(trainer, mine, optimizer).values()) < 1e-4
 
 
+@needs_peft
+def test_the_lora_program_of_the_page(tmp_path):
+    """It runs with the bundled model in place of Qwen, and all of its adapters learn."""
+    page = (HERE / "README.md").read_text(encoding="utf-8")
+    program = "# my_training.py\n" + page.split("```python\n# my_training.py\n")[1].split("```")[0]
+    for old, new in (
+        ("Qwen/Qwen2.5-1.5B-Instruct", str(ROOT / "data/tiny")),
+        ("my.jsonl", str(ROOT / "data/math_train.jsonl")),
+        ('"my_run"', f'"{tmp_path}", use_cpu=True, max_steps=4, report_to="none"'),
+        ("gradient_accumulation_steps=32", "gradient_accumulation_steps=4"),
+        ("steps_per_generation=64", "steps_per_generation=8"),
+        ("max_completion_length=1024", "max_completion_length=40"),
+        ("learning_rate=1e-5", "learning_rate=1e-4"),
+    ):
+        assert program.count(old) == 1
+        program = program.replace(old, new)
+    names = {}
+    exec(program, names)  # noqa: S102
+    weights = dict(names["trainer"].model.named_parameters())
+    learned = [weight for name, weight in weights.items() if "lora_B" in name]
+    assert len(learned) == 7 * names["trainer"].model.config.num_hidden_layers
+    assert all(weight.any() for weight in learned)  # they begin at 0
+
+
 # Resuming -----------------------------------------------------------------------------------------
 
 
