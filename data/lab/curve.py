@@ -3,7 +3,8 @@
     python data/lab/curve.py runs/NAME                      # one run, into runs/NAME/curve.png
     python data/lab/curve.py runs/NAME runs/OTHER --plot two.svg
     python data/lab/curve.py data/lab/results/readme_run.jsonl data/lab/results/readme_grpo.jsonl \\
-        --labels "AR + Lopti" GRPO --plot data/lab/results/readme_runs.svg
+        --labels "AR + Lopti" GRPO --plot data/lab/results/readme_runs.svg \\
+        --title "Both learn alike; with AR + Lopti the model moves farther from its start"
 
 RUN is the folder of a run, or a metrics file. The evaluations are read from the files of the same
 folder whose names end in evaluations.jsonl. If a line there names a run, it counts only for the
@@ -27,7 +28,7 @@ import lopti
 
 PANELS = {  # title → name in metrics.jsonl
     "accuracy": "accuracy",
-    "KL from the initial model, in nats": "rollout/kl",
+    "KL from the initial model": "rollout/kl",
     "reward": "reward",
 }
 # Elsewhere orange stands for low-probability tokens and blue for the others, so they are not here.
@@ -65,7 +66,7 @@ def held_out_row(table):
     return rows["greedy"]
 
 
-def draw(path, runs):
+def draw(path, runs, title=None):
     """Saves the curves of {label: (metrics, evaluations)}, each as `read_run` returns it."""
     look = {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
     look |= {"font.size": 14, "axes.titlesize": "medium"}
@@ -76,20 +77,22 @@ def draw(path, runs):
         for number, (label, (metrics, evaluations)) in enumerate(runs.items()):
             color = f"C{number}"
             for axis, name in zip(panels, PANELS.values()):
-                axis.plot(metrics[name], color=color, alpha=0.4, linewidth=0.8)
+                axis.plot(metrics[name], color=color, alpha=0.3, linewidth=0.8)
                 means = metrics[name].rolling(5, center=True, min_periods=1).mean()
                 axis.plot(means, color=color, linewidth=2.5, label=label)
             steps = evaluations.index + 0.02 * number * len(metrics)  # runs stand side by side
             panels[0].plot(steps, evaluations["mean"], "o", color=color)
             panels[0].vlines(steps, evaluations["low"], evaluations["high"], color=color)
-        for axis, title in zip(panels, PANELS):
-            axis.set_title(title)
+        for axis, name in zip(panels, PANELS):
+            axis.set_title(name)
             axis.set_xlabel("training step")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         lines, labels = panels[0].get_legend_handles_labels()
         words = "thin: each step; thick: mean of up to five steps; points: held out, 95 % intervals"
+        figure.supxlabel(words, fontsize="medium")
         style = {"loc": "outside upper left", "alignment": "left", "ncols": 3, "frameon": False}
-        figure.legend(lines, labels, title=words, **style)
+        bold = {"weight": "bold", "size": "large"}
+        figure.legend(lines, labels, title=title, title_fontproperties=bold, **style)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
@@ -101,6 +104,7 @@ def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=look)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder, or metrics file")
     parser.add_argument("--labels", nargs="+", help="names of the runs, in their order")
+    parser.add_argument("--title", help="what stands above the plot")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -112,7 +116,7 @@ def main(words=None):
         parser.error("give --labels, a different one for each run")
     plot = args.plot or metrics_file(args.runs[0]).parent / "curve.png"
     try:
-        draw(plot, {name: read_run(path) for name, path in zip(labels, args.runs)})
+        draw(plot, {name: read_run(path) for name, path in zip(labels, args.runs)}, args.title)
     except (lopti.UserError, OSError, ValueError) as problem:
         parser.error(str(problem))
     print(f"The plot is in {plot}.")
