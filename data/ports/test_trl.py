@@ -338,18 +338,27 @@ def test_the_lora_program_of_the_page(tmp_path):
 # Resuming -----------------------------------------------------------------------------------------
 
 
-def test_a_run_that_is_resumed(tmp_path):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_that_is_resumed(processes, tmp_path):
     """A run that goes on after any optimizer step of a rollout is the run that did not stop."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+    command += ["--standalone", __file__, "resumed", tmp_path]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def resume_after_each_step(folder):
     settings = settings_of(BOTH | {"max_new_tokens": 16, "learning_rate": 1e-3})
     sizes = {"max_steps": 6, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-    saving = {"output_dir": tmp_path, "save_strategy": "steps", "save_steps": 1}
+    saving = {"output_dir": folder, "save_strategy": "steps", "save_steps": 1}
     options = sizes | saving | {"steps_per_generation": 4}
     policy = check_port.bundled_model()
     new_trainer(settings, policy, **options).train()
     for step in range(1, 5):
         again = check_port.bundled_model()
         trainer = new_trainer(settings, again, **options | {"save_strategy": "no"})
-        trainer.train(resume_from_checkpoint=tmp_path / f"checkpoint-{step}")
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{step}")
         assert len(gradient_norms(trainer)) == 6
         assert torch.equal(trained_weights(again), trained_weights(policy))
 
@@ -450,6 +459,9 @@ def update_with_vllm(correction):
 
 if __name__ == "__main__":
     way, file = sys.argv[1:]
+    if way == "resumed":
+        resume_after_each_step(file)
+        sys.exit()
     if way.startswith("vLLM"):
         table = update_with_vllm(correction=way == "vLLM-True")
     else:

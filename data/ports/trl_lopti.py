@@ -106,7 +106,7 @@ class LoptiTrainer(GRPOTrainer):
         if checkpoint:
             self._step = self.state.global_step * self.args.gradient_accumulation_steps
             file = f"{checkpoint}/rollout_{self.args.process_index}.pt"
-            self._buffered_inputs = torch.load(file, map_location=self.accelerator.device)
+            self._buffered_inputs = torch.load(file, map_location=self.accelerator.device.type)
 
 
 def response_mask(inputs):
