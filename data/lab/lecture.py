@@ -537,12 +537,13 @@ def clip_cases(letters, clips):
                 place = (float(at), float(losses[(ratio - at).abs().argmin()]))
                 axis.plot(*place, "o", color="white", markeredgecolor="black", markersize=20)
                 axis.annotate(name, place, ha="center", va="center", weight="bold")
+        axis.axvline(1, color="#BBBBBB", linewidth=1, linestyle=":")
         ticks = [0.3, 0.8, 1.24, 2.2, 5, 10]
         axis.set(xscale="log", title=f"Â = {advantage:.0f}: {aim} π".replace("-", "−"))
         axis.set_xticks(ticks, map(str, ticks))
         axis.set_xticks([], minor=True)
     axes[0].set_ylabel("loss, without the KL")
-    figure.supxlabel("ratio r = π / π_old (1: the probability has not changed)")
+    figure.supxlabel("ratio r = π / π_old (dotted: 1, the probability has not changed)")
     title = "Where the loss is flat (light), a token has no gradient: it is clipped"
     figure.suptitle(title, x=0.01, ha="left", fontsize=17)
 
@@ -552,11 +553,12 @@ def draw_steps(steps, title):
     figure, axes = plt.subplots(1, len(steps), figsize=(12, 3.8), sharey=True)
     for axis, (name, (before, after)) in zip(axes, steps.items(), strict=True):
         colors = [COLORS["high"], COLORS["low"], COLORS["low"]]
-        drawn = axis.bar(["A", "B", "C"], after, color=colors)
+        axis.bar(["A", "B", "C"], after, color=colors)
         axis.bar(["A", "B", "C"], before, fill=False, linewidth=2, linestyle=":")
-        axis.bar_label(drawn, fmt="%.2f", padding=3)
+        for place, (old, new) in enumerate(zip(before, after, strict=True)):
+            axis.text(place, max(old, new) + 0.02, f"{new:.2f}", ha="center")
         axis.set_title(name, fontsize=15)
-    axes[0].set(ylabel="π", ylim=(0, 1.05))
+    axes[0].set(ylabel="π (dotted: before)", ylim=(0, 1.05))
     figure.suptitle(title, x=0.01, ha="left", fontsize=17)
 
 

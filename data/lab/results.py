@@ -648,7 +648,7 @@ def long_curves():
     panels[1].set_title("accuracy, held out")
     panels[2].set_title("KL to the initial model *")
     panels[2].text(26, 0.24, "README's\nruns end", color="#565D66")
-    title = "On average GRPO stayed nearest to its start, and ended best held out"
+    title = "On average no method ended ahead of GRPO; two epochs moved farthest"
     figure.suptitle(title, x=0.01, ha="left")
     words = "lines: mean over the seeds; points: each seed at step 72; *: mean of the last 12 steps"
     figure.supxlabel(words)

@@ -181,7 +181,7 @@ def test_the_picture_of_the_clip():
     lecture.clip_cases({"B": (2.22, 1), "C": (0.3, -1)}, CLIPS)
     rises, falls = lecture.plt.gcf().axes
     for axis, ends in ((rises, (1.24,)), (falls, (0.8, 10.0))):
-        flat, sloping, letter = axis.lines
+        flat, sloping, letter, _ = axis.lines
         ratios = flat.get_xdata()
         is_flat = ~numpy.isnan(flat.get_ydata())
         assert (is_flat == numpy.isnan(sloping.get_ydata())).all()
