@@ -1523,15 +1523,18 @@ def test_what_a_reward_of_ones_own_raises_keeps_its_traceback(folder):
 
 
 def test_the_current_folder_takes_no_librarys_place(folder, monkeypatch):
-    """A file random.py there stays unread while a reward loads."""
+    """Its random.py stays unread, while and after a reward loads; a neighbour is found."""
     monkeypatch.setattr("sys.path", [path for path in sys.path if path != ""])
     for name in ("random.py", "beside.py"):
         (folder / name).write_text("")
-    code = "from importlib.machinery import PathFinder\nplaces = "
-    code += "[PathFinder.find_spec(name).origin for name in ('random', 'beside')]\n"
-    (folder / "finds.py").write_text(f"{code}def reward(**columns): ...")
-    rewards.find_reward(make_settings(reward="finds:reward"))
-    assert [str(folder) in place for place in sys.modules["finds"].places] == [False, True]
+    code = """from importlib.machinery import PathFinder
+def reward(**columns):  # which of two modules are those of the folder
+    return ["{}" in PathFinder.find_spec(name).origin for name in ("random", "beside")]
+while_it_loads = reward()
+"""
+    (folder / "finds.py").write_text(code.format(folder))
+    reward = rewards.find_reward(make_settings(reward="finds:reward"))
+    assert sys.modules["finds"].while_it_loads == reward() == [False, True]
 
 
 # rewards.py: data ---------------------------------------------------------------------------------

@@ -181,14 +181,13 @@ def update_with_slip(slip, policy, reference, optimizer, rollout, settings):
 
 def show_learned(examples, before, after):
     """Prints the puzzle with the shortest responses that is solved now and was not before."""
-    shortest = None
+    learned = []
     for example, old, new in zip(examples, before, after, strict=True):
         if new["reward"] == 3 and old["reward"] < 3:
             length = len(old["response"]) + len(new["response"])
-            if shortest is None or length < shortest[0]:
-                shortest = (length, example.question, old["response"], new["response"])
-    if shortest:
-        _, question, old, new = shortest
+            learned.append((length, example.question, old["response"], new["response"]))
+    if learned:
+        _, question, old, new = min(learned)
         print(f"{textwrap.fill(question, 99)}\n\nBefore:\n{old}\n\nAfter:\n{new}")
 
 

@@ -210,20 +210,20 @@ def of_tasks(compared):
     """Returns {(task and optimizer, pair): Difference} of the synthetic tasks."""
     name = {"at equal KL": "synthetic_equal_kl.csv", "at the best rates": "synthetic_tasks.csv"}
     tasks = pandas.read_csv(FOLDER / name[compared])
-    tasks = tasks.assign(row=tasks.task + ", " + tasks.optimizer).set_index(["row", "seed"])
-    found = {}
-    for pairs in ((AR_1, LOPTI), (SPLIT, TWO_EPOCHS, AR)):  # corrected together
-        values = {}
-        for row in tasks.index.unique("row"):
+    tasks = tasks.assign(row=tasks.task + ", " + tasks.optimizer)
+    together = ((AR_1, LOPTI), (SPLIT, TWO_EPOCHS, AR))  # pairs that are corrected together
+    values = {pairs: {} for pairs in together}
+    for row, of_row in tasks.groupby("row", sort=False):
+        if compared == "at equal KL":
+            differences = of_row.pivot(index="seed", columns="pair", values="difference")
+        else:
+            accuracies = of_row.pivot(index="seed", columns="method", values="accuracy")
+            every = [pair for pairs in together for pair in pairs]
+            differences = {pair: difference(accuracies, pair) for pair in every}
+        for pairs in together:
             for pair in pairs:
-                of_row = tasks.loc[row]
-                if compared == "at equal KL":
-                    values[row, pair] = of_row.difference[of_row.pair == pair]
-                else:
-                    accuracies = of_row.pivot(columns="method", values="accuracy")
-                    values[row, pair] = difference(accuracies, pair)
-        found |= corrected(values)
-    return found
+                values[pairs][row, pair] = differences[pair]
+    return corrected(values[together[0]]) | corrected(values[together[1]])
 
 
 def steps_of_r5():
