@@ -22,7 +22,7 @@ from IPython.core.pylabtools import print_figure
 from IPython.display import Code, Markdown, display
 from matplotlib.colors import LinearSegmentedColormap
 from PIL import Image
-from results import COLORS
+from results import COLORS, name_lines
 from scipy import stats
 from torch.nn.functional import one_hot
 
@@ -34,6 +34,9 @@ plt.rcParams |= {
     "font.size": 15,
     "axes.titlesize": 17,
     "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "figure.titlesize": 17,
+    "figure.titleweight": "bold",
     "axes.spines.top": False,
     "axes.spines.right": False,
     "lines.linewidth": 2.5,
@@ -408,10 +411,11 @@ def bounds(pi, norms, vocabulary_size):
     axis.legend()
 
 
-def bars(values, halves, colors, title, ylabel):
+def bars(values, halves, colors, title, ylabel, notes=()):
     """Draws bars with intervals: a row of the table `values` is a group, a column is a color.
 
-    `halves` is a table of the same shape, with half of each interval.
+    `halves` is a table of the same shape, with half of each interval. `notes` are words to write
+    above the groups.
     """
     labels = values.index.str.replace(", ", ",\n").str.replace(" ≤ π", " ≤\nπ")  # two lines
     values = values.set_axis(labels)
@@ -421,8 +425,11 @@ def bars(values, halves, colors, title, ylabel):
     for drawn in axis.containers[1::2]:  # every other one has the intervals
         labels = [f"{value:.2f}".replace("-", "−") for value in drawn.datavalues]
         axis.bar_label(drawn, labels, fontsize=11, padding=3)
+    tops = (values + halves).max(axis=1)
+    for place, (top, note) in enumerate(zip(tops, notes)):
+        axis.text(place, top + 0.1 * max(tops), note, ha="center")
     axis.axhline(0, color="black", linewidth=1)
-    axis.margins(y=0.12)
+    axis.margins(y=0.2 if notes else 0.12)
     axis.legend(loc="upper right")
 
 
@@ -459,7 +466,13 @@ def draw_first_steps():
     )
     ylabel = "movement of tokens with π ≥ 0.75\n(update on all tokens = 1)"
     colors = [COLORS["low"], COLORS["high"]]
-    bars(values.loc[models, updates], halves.loc[models, updates], colors, title, ylabel)
+    notes = []
+    for model in models:
+        difference = "difference of the two updates"
+        mean = values.loc[model, difference]
+        notes.append(f"difference: {mean:.2f} ± {halves.loc[model, difference]:.2f}")
+    measured = (values.loc[models, updates], halves.loc[models, updates])
+    bars(*measured, colors, title, ylabel, notes)
     far = values[updates[0]] / values[updates[1]]
     return far, values["norm of π < 0.25 / norm of π ≥ 0.75"]
 
@@ -492,27 +505,33 @@ def show_rule():
 
 def curves(lines, title, xlabel, ylabel):
     """Draws lines, {name: (x, y, style)}."""
-    _, axis = plt.subplots(figsize=(11, 4.6))
+    _, axis = plt.subplots(figsize=(12, 4.6))
+    ends = {}
     for name, (x, y, style) in lines.items():
-        axis.plot(x, y, label=name, **style)
+        axis.plot(x, y, **style)
+        ends[name] = (y[-1], style["color"])
+    name_lines(axis, x[-1], ends)
     axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return axis
 
 
-def draw_ahead(panels, title):
-    """Draws what `ahead_of_grpo` returns, {name of a panel: (KLs, {method: (means, halves)})}."""
-    _, axes = plt.subplots(1, len(panels), figsize=(12, 4.6), sharey=True, squeeze=False)
-    for axis, (name, (kl, ahead)) in zip(axes[0], panels.items()):
-        for method, (means, halves) in ahead.items():
-            color = COLORS["AR, α = 1" if method == "AR" else method]
-            axis.plot(kl, means, color=color, label=method)
-            axis.fill_between(kl, means - halves, means + halves, color=color, alpha=0.2)
-        axis.set_title(name, fontsize=15)
-        axis.set_xlabel("KL to the policy at the start")
-    axes[0, 0].set_ylabel("accuracy, minus GRPO's\nat the same KL")
-    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    plt.suptitle(title, x=0.01, ha="left", fontsize=17)
+def draw_ahead(kl, ahead, setting):
+    """Draws what `ahead_of_grpo` returns. `setting` says in a few words what was trained."""
+    figure, axis = plt.subplots(figsize=(12, 4.8))
+    ends = {}
+    for method, (means, halves) in ahead.items():
+        color = COLORS["AR, α = 1" if method == "AR" else method]
+        axis.plot(kl, means, color=color)
+        axis.fill_between(kl, means - halves, means + halves, color=color, alpha=0.2)
+        ends[method] = (means[-1], color)
+    name_lines(axis, kl[-1], ends)
+    axis.set(
+        xlabel="KL to the policy at the start", ylabel="accuracy, minus GRPO's\nat the same KL"
+    )
+    axis.set_title(setting, fontsize=15, weight="normal")
+    standings = [standing(*ahead[method]) for method in ("AR", "Lopti")]
+    title = "Against GRPO at equal KL, AR is {} and Lopti is {}".format(*standings)
+    figure.suptitle(title, x=0.01, ha="left")
 
 
 def clip_cases(letters, clips):
@@ -538,13 +557,20 @@ def clip_cases(letters, clips):
                 axis.annotate(name, place, ha="center", va="center", weight="bold")
         axis.axvline(1, color="#BBBBBB", linewidth=1, linestyle=":")
         ticks = [0.3, 0.8, 1.24, 2.2, 5, 10]
-        axis.set(xscale="log", title=f"Â = {advantage:.0f}: {aim} π".replace("-", "−"))
+        name = f"Â = {advantage:.0f}: {aim} π".replace("-", "−")
+        axis.set(xscale="log")
+        axis.set_title(name, fontsize=15, weight="normal")
         axis.set_xticks(ticks, map(str, ticks))
         axis.set_xticks([], minor=True)
+    style = {"va": "center", "color": "#666666"}
+    axes[0].text(3.2, -1.13, "clipped", **style)
+    axes[1].text(0.16, 1.8, "clipped", **style)
+    axes[1].text(7, 9.9, "dual clip", ha="right", **style)
     axes[0].set_ylabel("loss, without the KL")
-    figure.supxlabel("ratio r = π / π_old (dotted: 1, the probability has not changed)")
-    title = "Where the loss is flat (light), a token has no gradient: it is clipped"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=17)
+    words = r"ratio r = π / π$_{\mathrm{old}}$ (dotted: 1, the probability has not changed)"
+    figure.supxlabel(words, fontsize=15)
+    title = "Where the loss is flat, a token has no gradient: it is clipped"
+    figure.suptitle(title, x=0.01, ha="left")
 
 
 def draw_steps(steps, title):
@@ -556,9 +582,9 @@ def draw_steps(steps, title):
         axis.bar(["A", "B", "C"], before, fill=False, linewidth=2, linestyle=":")
         for place, (old, new) in enumerate(zip(before, after, strict=True)):
             axis.text(place, max(old, new) + 0.02, f"{new:.2f}", ha="center")
-        axis.set_title(name, fontsize=15)
+        axis.set_title(name, fontsize=15, weight="normal")
     axes[0].set(ylabel="π (dotted: before)", ylim=(0, 1.05))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=17)
+    figure.suptitle(title, x=0.01, ha="left")
 
 
 def draw_toy(panels, title):
@@ -568,9 +594,9 @@ def draw_toy(panels, title):
         for treatment, path in paths.items():
             axis.plot(path, color=COLORS[treatment], marker="o", label=treatment)
         axis.axhline(0.8, color="black", linewidth=1, linestyle=":")
-        axis.set_title(name, fontsize=15)
+        axis.set_title(name, fontsize=15, weight="normal")
         axis.set_xticks([0, 1, 2])
         axis.set_xlabel("optimizer steps")
     axes[0].set_ylabel("π of A (0.80 before)")
     axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(title, x=0.01, ha="left", fontsize=17)
+    figure.suptitle(title, x=0.01, ha="left")

@@ -8,6 +8,7 @@ significant at 5 % after Holm's correction.
 """
 
 import io
+import math
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -578,12 +579,23 @@ def tables():
 
 
 def comparisons():
-    """A panel for each pair of methods, and in it a mark for each of the seven comparisons."""
     steps = {AR: "equal steps", SPLIT: "equal steps"}
     steps |= {LOPTI: "twice the steps", TWO_EPOCHS: "twice the steps"}
+    return marks(steps, figsize=(11.5, 7.4))
+
+
+def equal_steps():
+    return marks({AR: "", SPLIT: ""}, figsize=(8, 6.6))
+
+
+def marks(steps, figsize):
+    """A panel for each pair of methods, and in it a mark for each of the seven comparisons.
+
+    `steps` has words to write above each panel, {pair: words}.
+    """
     left, right = (-0.08, 0.13)  # all intervals but those of one comparison fit
     found = of_runs("training_accuracy")
-    figure, panels = plt.subplots(1, len(steps), figsize=(11.5, 7.4), sharey=True)
+    figure, panels = plt.subplots(1, len(steps), figsize=figsize, sharey=True)
     for panel, pair in zip(panels, steps, strict=True):
         first, _, second = pair.partition(" − ")
         color = COLORS[first] if second == "GRPO" else "black"
@@ -603,25 +615,36 @@ def comparisons():
                         panel.plot(edge, line + 0.16, arrow, color=color, clip_on=False)
             if weight == "bold":
                 panel.axhspan(line - 0.5, line + 0.5, color=color, alpha=0.2, linewidth=0)
-        panel.set_title(pair.replace(" − ", "\n− "), size=13.5, weight="bold", pad=24)
+        pad = 24 if steps[pair] else 8
+        panel.set_title(pair.replace(" − ", "\n− "), size=13.5, weight="bold", pad=pad)
         panel.text(0.5, 1.015, steps[pair], ha="center", transform=panel.transAxes)
         panel.set(xlim=(left, right), xticks=(0, 0.1), ylim=(len(SEVEN) - 0.5, -0.5))
         panel.set_xlabel("← worse    better →")
     panels[0].set_yticks(range(len(SEVEN)), [name.replace(", ", ",\n", 1) for name in SEVEN])
-    title = "Neither AR nor Lopti was significantly better than GRPO\nwith as many optimizer steps"
+    title = "Neither method was significantly better\nthan GRPO with as many optimizer steps"
     figure.suptitle(title, x=0.01, ha="left")
     figure.supxlabel(
-        "difference in accuracy during training, with its 95 % interval (arrows: it goes on);\n"
-        "coloured: significant after Holm's correction"
+        "difference in accuracy during training, with its 95 % interval\n"
+        "(arrow: it goes on; shaded: significant after Holm's correction)"
     )
     return figure
+
+
+def name_lines(panel, x, ends):
+    """Writes the names of lines beside their ends, {name: (y, color)}, without overlaps."""
+    x += 0.03 * (panel.get_xlim()[1] - panel.get_xlim()[0])
+    low, high = panel.get_ylim()
+    place = -math.inf
+    for name, (end, color) in sorted(ends.items(), key=lambda item: item[1][0]):
+        place = max(end, place + 0.075 * (high - low))
+        panel.text(x, place, name, color=color, weight="bold", va="center")
 
 
 def long_curves():
     """Accuracies and KL of the five methods of R2: their means, and a point for each last value."""
     steps = pandas.read_csv(FOLDER / "long_steps.csv")
     evaluations = pandas.read_csv(FOLDER / "long_runs.csv").query("step > 0")
-    figure, panels = plt.subplots(1, 3, figsize=(11, 4.8))
+    figure, panels = plt.subplots(1, 3, figsize=(11.5, 4.8))
     panels[1].sharey(panels[0])
     drawn = ((steps, "accuracy", 12), (evaluations, "held_out", 1), (steps, "kl", 12))
     for panel, (table, column, width) in zip(panels, drawn, strict=True):
@@ -633,22 +656,18 @@ def long_curves():
             means = smooth.mean(axis=1)
             panel.plot(means, color=COLORS[name], linewidth=6 if method == "GRPO" else 3)
             panel.plot(smooth.loc[[72]], "o", color=COLORS[name], markersize=5)
-            ends[method] = means[72]
+            ends[method.removeprefix("GRPO, ")] = (means[72], COLORS[name])
         panel.set(xlabel="training step", xticks=range(0, 73, 24))
         panel.axvline(24, color="#888888", linewidth=0.8, linestyle=":")
         panel.spines["left"].set_visible(True)
         panel.tick_params(left=True)
-    height = 0.06 * panel.get_ylim()[1]
-    place = 0
-    for method, end in pandas.Series(ends).sort_values().items():
-        place = max(end, place + height)  # labels do not overlap
-        style = {"color": COLORS[LONG_METHODS[method]], "weight": "bold", "va": "center"}
-        panel.text(75, place, method.replace(", ", ",\n"), **style)
+        if panel is not panels[0]:  # the next one has the same colours
+            name_lines(panel, 72, ends)
     panels[0].set_title("accuracy in training *")
     panels[1].set_title("accuracy, held out")
     panels[2].set_title("KL to the initial model *")
     panels[2].text(26, 0.24, "README's\nruns end", color="#565D66")
-    title = "On average no method ended ahead of GRPO; two epochs moved farthest"
+    title = "On average no method ended ahead of GRPO,\nand two epochs moved farthest"
     figure.suptitle(title, x=0.01, ha="left")
     words = "lines: mean over the seeds; points: each seed at step 72; *: mean of the last 12 steps"
     figure.supxlabel(words)
@@ -681,6 +700,7 @@ def files():
     guide = FOLDER.parents[1] / "GUIDE.md"
     texts = {page: filled(page) for page in (FOLDER / "RESULTS.md", guide)}
     texts[FOLDER / "comparisons.svg"] = svg(comparisons)
+    texts[FOLDER / "equal_steps.svg"] = svg(equal_steps)
     texts[FOLDER / "long_runs.svg"] = svg(long_curves)
     return texts
 

@@ -319,9 +319,11 @@ def test_the_lora_program_of_the_page(tmp_path):
     for old, new in (
         ("Qwen/Qwen2.5-1.5B-Instruct", str(ROOT / "data/tiny")),
         ("my.jsonl", str(ROOT / "data/math_train.jsonl")),
-        ('"my_run"', f'"{tmp_path}", use_cpu=True, max_steps=4, report_to="none"'),
+        ('"my_run"', f'"{tmp_path}", use_cpu=True, report_to="none"'),
         ("gradient_accumulation_steps=32", "gradient_accumulation_steps=4"),
         ("steps_per_generation=64", "steps_per_generation=8"),
+        ("max_steps=400", "max_steps=8"),
+        ("eval_steps=80", "eval_steps=4"),
         ("max_completion_length=1024", "max_completion_length=40"),
         ("learning_rate=1e-5", "learning_rate=1e-4"),
     ):
@@ -333,6 +335,8 @@ def test_the_lora_program_of_the_page(tmp_path):
     learned = [weight for name, weight in weights.items() if "lora_B" in name]
     assert len(learned) == 7 * names["trainer"].model.config.num_hidden_layers
     assert all(weight.any() for weight in learned)  # they begin at 0
+    log = names["trainer"].state.log_history
+    assert [line["step"] for line in log if "eval_reward" in line] == [4, 8]
 
 
 # Resuming -----------------------------------------------------------------------------------------
