@@ -28,7 +28,7 @@ import lopti
 
 PANELS = {  # title → name in metrics.jsonl
     "accuracy": "accuracy",
-    "KL from the initial model": "rollout/kl",
+    "KL to the initial model": "rollout/kl",
     "reward": "reward",
 }
 # Elsewhere orange stands for low-probability tokens and blue for the others, so they are not here.

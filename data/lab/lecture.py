@@ -132,10 +132,16 @@ def compare_step(step, policy, tokenizer, batch, settings):
 
     model, optimizer = fresh("yours")
     step(model, policy, optimizer, batch, settings)
-    methods = {"GRPO": (0.0, 0.0), "AR": (0.3, 0.0), "Lopti": (0.0, 0.5), "AR + Lopti": (0.3, 0.5)}
-    for name, (alpha, eta) in methods.items():
+    methods = {
+        "GRPO": {},
+        "AR": {"alpha": 0.3},
+        "Lopti": {"eta": 0.5},
+        "GRPO, two epochs": {"update_epochs": 2},
+        "AR + Lopti": {"alpha": 0.3, "eta": 0.5},
+    }
+    for name, changed in methods.items():
         model, optimizer = fresh(name)
-        method = replace(settings, alpha=alpha, eta=eta)
+        method = replace(settings, **changed)
         rollout, _ = lopti.training_step(
             model, policy, optimizer, tokenizer, kk_reward, batch, method
         )
@@ -210,7 +216,7 @@ def compare_tables(port):
     print(f"{len(cases) - wrong} of {len(cases)} cases are right")
 
 
-# The experiment of section 10 ---------------------------------------------------------------------
+# The experiment of section 12 ---------------------------------------------------------------------
 
 REWARD_TOKENS = 4
 PI_OF_RIGHT = 0.7
@@ -406,7 +412,7 @@ def bounds(pi, norms, vocabulary_size):
     axis.fill_between(grid, lower, upper, color=COLORS["GRPO"], alpha=0.25, label=label)
     axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
     axis.plot([], [], "o", color=COLORS["low"], label="a token, coloured by its π")
-    title = "The gradient norm lies between 1 − π and √2·(1 − π)"
+    title = "The less probable a token, the larger its gradient norm"
     axis.set(title=title, xlabel="π of the token", ylabel="gradient norm at the logits")
     axis.legend()
 
@@ -417,9 +423,6 @@ def bars(values, halves, colors, title, ylabel, notes=()):
     `halves` is a table of the same shape, with half of each interval. `notes` are words to write
     above the groups.
     """
-    labels = values.index.str.replace(", ", ",\n").str.replace(" ≤ π", " ≤\nπ")  # two lines
-    values = values.set_axis(labels)
-    halves = halves.set_axis(labels)
     style = {"figsize": (12, 4.8), "width": 0.8, "capsize": 4, "rot": 0, "xlabel": ""}
     axis = values.plot.bar(yerr=halves, color=colors, title=title, ylabel=ylabel, **style)
     for drawn in axis.containers[1::2]:  # every other one has the intervals
@@ -441,7 +444,7 @@ def five_bars(values, title, ylabel):
     drawn = axis.bar(labels, list(values.values()), color=colors, width=0.6)
     axis.bar_label(drawn, fmt="%.2f")
     axis.axhline(1, color="black", linewidth=1, linestyle=":")
-    axis.set(title=title, ylabel=ylabel)
+    axis.set(title=title, ylabel=f"{ylabel}\n(dotted: no change)")
 
 
 def first_steps():
@@ -478,19 +481,24 @@ def draw_first_steps():
 
 
 def draw_shares():
-    """Draws the shares of seven groups of tokens of the bundled model, and returns them (R3)."""
+    """Draws the shares of four kinds of tokens with π < 0.25 of the bundled model (R3).
+
+    Returns the shares.
+    """
     table = pandas.read_csv(LAB / "results/r3.csv", index_col="group")
-    table = table[table["one_of_seven"]]
+    table = table[table["one_of_seven"] & table.index.str.startswith("π < 0.25, ")]
+    table.index = table.index.str.removeprefix("π < 0.25, ")
     names = ["squared norm", "mean gradient"]
     shares = table[["share_of_squared_norm", "share_of_mean_gradient"]].set_axis(names, axis=1)
     halves = table[["squared_norm_half_interval", "mean_gradient_half_interval"]]
     title = "</think> has most of the mean gradient, but little of the squared norm"
-    bars(shares, halves.set_axis(names, axis=1), ["#AAAAAA", "#222222"], title, "share")
+    ylabel = "share (tokens with π < 0.25)"
+    bars(shares, halves.set_axis(names, axis=1), ["#AAAAAA", "#222222"], title, ylabel)
     return shares
 
 
 def show_rule():
-    """Shows for each setting in which it was measured what the rule of section 10 says."""
+    """Shows for each setting in which it was measured what the rule of section 12 says."""
     values, halves = first_steps()
     by_signal = "average π by the mean gradient"
     by_norm = "average π by the squared norm"
@@ -529,8 +537,11 @@ def draw_ahead(kl, ahead, setting):
         xlabel="KL to the policy at the start", ylabel="accuracy, minus GRPO's\nat the same KL"
     )
     axis.set_title(setting, fontsize=15, weight="normal")
-    standings = [standing(*ahead[method]) for method in ("AR", "Lopti")]
-    title = "Against GRPO at equal KL, AR is {} and Lopti is {}".format(*standings)
+    of_ar = standing(*ahead["AR"])
+    of_lopti = standing(*ahead["Lopti"])
+    both = f"AR and Lopti are {of_ar}"
+    each = f"AR is {of_ar} and Lopti is {of_lopti}"
+    title = f"Against GRPO at equal KL, {both if of_ar == of_lopti else each}"
     figure.suptitle(title, x=0.01, ha="left")
 
 
@@ -578,8 +589,9 @@ def draw_steps(steps, title):
     figure, axes = plt.subplots(1, len(steps), figsize=(12, 3.8), sharey=True)
     for axis, (name, (before, after)) in zip(axes, steps.items(), strict=True):
         colors = [COLORS["high"], COLORS["low"], COLORS["low"]]
-        axis.bar(["A", "B", "C"], after, color=colors)
-        axis.bar(["A", "B", "C"], before, fill=False, linewidth=2, linestyle=":")
+        names = ["A (good)", "B (good)", "C (bad)"]
+        axis.bar(names, after, color=colors)
+        axis.bar(names, before, fill=False, linewidth=2, linestyle=":")
         for place, (old, new) in enumerate(zip(before, after, strict=True)):
             axis.text(place, max(old, new) + 0.02, f"{new:.2f}", ha="center")
         axis.set_title(name, fontsize=15, weight="normal")

@@ -412,7 +412,7 @@ def test_the_picture_of_the_readme_is_what_curve_draws(tmp_path):
         pytest.skip("another version of matplotlib drew it")
     words = [str(results / f"{name}.jsonl") for name in ("readme_run", "readme_grpo")]
     plot = tmp_path / "plot.svg"
-    title = "Both learn alike; with AR + Lopti the model moves farther from its start"
+    title = "One run each: both learn alike, AR + Lopti moves farther from its start"
     words += ["--labels", "AR + Lopti", "GRPO", "--title", title]
     curve.main([*words, "--plot", str(plot)])
     assert plot.read_text(encoding="utf-8") == on_record

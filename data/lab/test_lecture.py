@@ -83,6 +83,7 @@ def test_the_training_step_of_the_student():
     cells = {
         "AR + Lopti": both,
         "GRPO": cell,
+        "GRPO, two epochs": cell.replace("in [mask]:", "in [mask, mask]:"),
         "N of the pass": both.replace("N = mask[rows]", "N = update_mask[rows]"),
         "split by the current policy": split_anew,
         "~low without the mask": both.replace("mask & ~low", "~low"),
@@ -155,7 +156,7 @@ def test_the_lines_of_lopti_that_the_cells_show(monkeypatch):
     for call in calls:
         run(call, lecture=lecture, lopti=lopti)
     texts = [code.data for code in shown]
-    assert len(texts) == 6
+    assert len(texts) == 7
     assert "low = (old_logprobs.exp() < eta) & mask\nreturn low, mask & ~low" in texts
     for text in texts:
         ast.parse(text.replace("return ", "_ = "))
@@ -230,7 +231,7 @@ def test_small_pictures_keep_their_colours():
         assert (small[is_this].int() - color).abs().max() < 30
 
 
-# The experiment of section 10 ---------------------------------------------------------------------
+# The experiment of section 12 ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shared", [False, True])
