@@ -380,21 +380,35 @@ def test_responses_sampled_by_vllm(correction, tmp_path):
 
     With the importance correction, Â is multiplied by it: this is not in the paper.
     """
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    command = [sys.executable, __file__, f"vLLM-{correction}", tmp_path / "table.json"]
-    run = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    found = json.loads((tmp_path / "table.json").read_text())
+    found = run_with_vllm(f"vLLM-{correction}", tmp_path)
     print(correction, found)
     assert found["gradients"] < 1e-4 and found["weights"] < 1e-4
     if not correction:  # vLLM computes in float32
         assert max(found["sampler from policy"]) < 0.01 < found["sampler from first policy"][1]
 
 
-def update_with_vllm(correction):
-    """Trains a random model, which vLLM's kernels can sample from, on two rollout batches."""
+@needs_vllm
+def test_a_run_with_vllm_that_is_resumed(tmp_path):
+    """It goes on after a step inside the first rollout batch, and vLLM samples the same as ever."""
+    whole = run_with_vllm("vLLM-saved", tmp_path)
+    resumed = run_with_vllm("vLLM-resumed", tmp_path)
+    assert len(whole) == 12
+    assert resumed == whole
+
+
+def run_with_vllm(way, folder):
+    """Runs this file in a process of its own, and returns what it has written."""
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    command = [sys.executable, __file__, way, folder / "table.json"]
+    run = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads((folder / "table.json").read_text())
+
+
+def trainer_with_vllm(correction=False, **changes):
+    """A trainer of a random model, which vLLM's kernels can sample from, a copy, and settings."""
     import vllm._custom_ops
     import vllm.model_executor.layers.utils
     from trl.generation import vllm_generation
@@ -423,18 +437,32 @@ def update_with_vllm(correction):
     tokenizer.save_pretrained(folder)
     policy, _ = lopti.load_model(folder, "cpu")
     reference = copy.deepcopy(policy)
-    mine = copy.deepcopy(policy)
     settings = settings_of(BOTH | {"group_size": 2, "max_new_tokens": 24, "learning_rate": 1e-3})
     optimizer = check_port.new_optimizer(policy, BOTH)
     trainer = new_trainer(
         settings,
         policy,
         optimizer=optimizer,
-        max_steps=8,
         use_vllm=True,
         vllm_importance_sampling_correction=correction,
         vllm_max_model_length=128,
+        **changes,
     )
+    return trainer, reference, settings
+
+
+def steps_with_vllm(way, folder):
+    """Returns the gradient norms of a run that is saved, or of one that goes on from there."""
+    saving = {"save_strategy": "steps", "save_steps": 3} if way == "vLLM-saved" else {}
+    trainer, _, _ = trainer_with_vllm(max_steps=12, output_dir=folder, **saving)
+    trainer.train(resume_from_checkpoint=None if saving else f"{folder}/checkpoint-3")
+    return gradient_norms(trainer)
+
+
+def update_with_vllm(correction):
+    """Compares updates on two rollout batches of vLLM's with those of lopti.py."""
+    trainer, reference, settings = trainer_with_vllm(correction, max_steps=8)
+    mine = copy.deepcopy(reference)
     batches = []
     sample = trainer._generate_and_score_completions
 
@@ -460,7 +488,7 @@ def update_with_vllm(correction):
         if correction:
             advantages = advantages * batch["importance_sampling_ratio"][:, 0]
         norms += update_by_lopti(mine, reference, optimizer, *texts, advantages, settings)
-    weights = [trained_weights(model) for model in (reference, policy, mine)]
+    weights = [trained_weights(model) for model in (reference, trainer.model, mine)]
     return found | differences(weights[0], weights[1], gradient_norms(trainer), weights[2], norms)
 
 
@@ -469,7 +497,9 @@ if __name__ == "__main__":
     if way == "resumed":
         resume_after_each_step(file)
         sys.exit()
-    if way.startswith("vLLM"):
+    if way in ("vLLM-saved", "vLLM-resumed"):
+        table = steps_with_vllm(way, Path(file).parent)
+    elif way.startswith("vLLM"):
         table = update_with_vllm(correction=way == "vLLM-True")
     else:
         table = compare_in_two_processes(way)
