@@ -76,15 +76,14 @@ def draw_responses(record, mask, low, advantages):
     shape = f"(B, L) = {tuple(mask.shape)}"
     for x, align, name, function, below in (
         (156, "left", "1. responses", f"sample(), G = {GROUP_SIZE}", shape),
-        (396, "center", "2. R", "compute_rewards()", "(B,), right: 3"),
+        (396, "center", "2. R", "compute_rewards()", "(B,)  3 is right"),
         (482, "left", "3. π of each token", "response_logprobs()", "(B, L)"),
         (816, "right", "4. Â, Eq. 1", "group_advantages()", "(B,)"),
     ):
         write(x, 66, name, ha=align, weight="bold")
         code(x, 87, function, ha=align)
         write(x, 107, below, ha=align, color=QUIET)
-    write(156, 284, "prompt", size=13, color=QUIET)
-    write(316, 284, "padding", size=13, color=QUIET, ha="right")
+    write(156, 284, "prompt · response · padding", size=12, color=QUIET)
     write(540, 107, f"π < {ETA}", color=COLORS["low"], weight="bold")
     write(608, 107, f"π ≥ {ETA}", color=COLORS["high"], weight="bold")
     scale = 160 / mask.shape[1]

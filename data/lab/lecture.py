@@ -412,7 +412,7 @@ def bounds(pi, norms, vocabulary_size):
     axis.fill_between(grid, lower, upper, color=COLORS["GRPO"], alpha=0.25, label=label)
     axis.scatter(pi, norms, s=16, c=pi, cmap=PROBABILITY, edgecolors="black", linewidths=0.3)
     axis.plot([], [], "o", color=COLORS["low"], label="a token, coloured by its π")
-    title = "The less probable a token, the larger its gradient norm"
+    title = "The gradient norm lies between 1 − π and √2·(1 − π)"
     axis.set(title=title, xlabel="π of the token", ylabel="gradient norm at the logits")
     axis.legend()
 
@@ -464,8 +464,8 @@ def draw_first_steps():
     updates = ["update on π < 0.25", "update on π ≥ 0.75"]
     models = ["SmolLM2", "bundled"]
     title = (
-        "Updating the low-probability tokens moves the high-probability tokens\n"
-        "more than their own update does"
+        "On both models an update on the low-probability tokens moves\n"
+        "the high-probability tokens more than their own update does"
     )
     ylabel = "movement of tokens with π ≥ 0.75\n(update on all tokens = 1)"
     colors = [COLORS["low"], COLORS["high"]]
@@ -492,7 +492,7 @@ def draw_shares():
     shares = table[["share_of_squared_norm", "share_of_mean_gradient"]].set_axis(names, axis=1)
     halves = table[["squared_norm_half_interval", "mean_gradient_half_interval"]]
     title = "</think> has most of the mean gradient, but little of the squared norm"
-    ylabel = "share (tokens with π < 0.25)"
+    ylabel = "share of the gradient\n(tokens with π < 0.25)"
     bars(shares, halves.set_axis(names, axis=1), ["#AAAAAA", "#222222"], title, ylabel)
     return shares
 
@@ -506,9 +506,14 @@ def show_rule():
     halves = halves.loc[values.index]
     gain = "gain of AR α = 0.3, gradient descent"
     by_rule = 100 * 0.3 * (values[by_signal] - values[by_norm])  # α times the derivative
-    measured = values[gain].map("{:.1f}".format) + " ± " + halves[gain].map("{:.1f}".format)
-    rule = pandas.DataFrame({"by the rule, in %": by_rule.round(1), "measured, in %": measured})
-    display(rule)
+    half_by_rule = 100 * 0.3 * (halves[by_signal] ** 2 + halves[by_norm] ** 2) ** 0.5
+
+    def with_interval(means, half_intervals):
+        return means.map("{:.1f}".format) + " ± " + half_intervals.map("{:.1f}".format)
+
+    rule = {"by the rule, in %": with_interval(by_rule, half_by_rule)}
+    rule["measured, in %"] = with_interval(values[gain], halves[gain])
+    display(pandas.DataFrame(rule))
 
 
 def curves(lines, title, xlabel, ylabel):
@@ -541,7 +546,7 @@ def draw_ahead(kl, ahead, setting):
     of_lopti = standing(*ahead["Lopti"])
     both = f"AR and Lopti are {of_ar}"
     each = f"AR is {of_ar} and Lopti is {of_lopti}"
-    title = f"Against GRPO at equal KL, {both if of_ar == of_lopti else each}"
+    title = f"In this task, against GRPO at equal KL, {both if of_ar == of_lopti else each}"
     figure.suptitle(title, x=0.01, ha="left")
 
 
@@ -567,14 +572,14 @@ def clip_cases(letters, clips):
                 axis.plot(*place, "o", color="white", markeredgecolor="black", markersize=20)
                 axis.annotate(name, place, ha="center", va="center", weight="bold")
         axis.axvline(1, color="#BBBBBB", linewidth=1, linestyle=":")
-        ticks = [0.3, 0.8, 1.24, 2.2, 5, 10]
+        ticks = [0.3, 0.8, 1.24, 2.5, 5, 10]
         name = f"Â = {advantage:.0f}: {aim} π".replace("-", "−")
         axis.set(xscale="log")
         axis.set_title(name, fontsize=15, weight="normal")
         axis.set_xticks(ticks, map(str, ticks))
         axis.set_xticks([], minor=True)
     style = {"va": "center", "color": "#666666"}
-    axes[0].text(3.2, -1.13, "clipped", **style)
+    axes[0].text(3.7, -1.13, "clipped", **style)
     axes[1].text(0.16, 1.8, "clipped", **style)
     axes[1].text(7, 9.9, "dual clip", ha="right", **style)
     axes[0].set_ylabel("loss, without the KL")

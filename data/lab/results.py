@@ -655,27 +655,29 @@ def long_curves():
     panels[1].sharey(panels[0])
     drawn = ((steps, "accuracy", 12), (evaluations, "held_out", 1), (steps, "kl", 12))
     for panel, (table, column, width) in zip(panels, drawn, strict=True):
-        ends = {}
-        for method, name in LONG_METHODS.items():
+        for place, (method, name) in enumerate(LONG_METHODS.items()):
             of_method = table[(table.setting == "72 steps") & (table.method == method)]
             by_seed = of_method.pivot(index="step", columns="seed", values=column)
             smooth = by_seed.rolling(width).mean()
             means = smooth.mean(axis=1)
-            panel.plot(means, color=COLORS[name], linewidth=6 if method == "GRPO" else 3)
-            panel.plot(smooth.loc[[72]], "o", color=COLORS[name], markersize=5)
-            ends[method.removeprefix("GRPO, ")] = (means[72], COLORS[name])
+            style = {"color": COLORS[name], "linewidth": 6 if method == "GRPO" else 3}
+            panel.plot(means, label=method, **style)
+            for seed in smooth.loc[72]:  # the points of a method stand above each other
+                panel.plot(75 + 3 * place, seed, "o", color=COLORS[name], markersize=5)
         panel.set(xlabel="training step", xticks=range(0, 73, 24))
         panel.axvline(24, color="#888888", linewidth=0.8, linestyle=":")
         panel.spines["left"].set_visible(True)
         panel.tick_params(left=True)
-        if panel is not panels[0]:  # the next one has the same colours
-            name_lines(panel, 72, ends)
     panels[0].set_title("accuracy in training *")
     panels[1].set_title("accuracy, held out")
     panels[2].set_title("KL to the initial model *")
     panels[2].text(26, 0.24, "README's\nruns end", color="#565D66")
     title = "On average no method ended ahead of GRPO,\nand two epochs moved farthest"
-    figure.suptitle(title, x=0.01, ha="left")
+    lines, labels = panel.get_legend_handles_labels()
+    style = {"loc": "outside upper left", "alignment": "left", "ncols": 5, "frameon": False}
+    figure.legend(
+        lines, labels, title=title, title_fontproperties={"weight": "bold", "size": 19}, **style
+    )
     words = (
         "lines: mean over five seeds; points: each seed at step 72; *: mean of the last 12 steps"
     )

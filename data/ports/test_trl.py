@@ -322,8 +322,9 @@ def test_the_lora_program_of_the_page(tmp_path):
         ('"my_run"', f'"{tmp_path}", use_cpu=True, report_to="none"'),
         ("gradient_accumulation_steps=32", "gradient_accumulation_steps=4"),
         ("steps_per_generation=64", "steps_per_generation=8"),
-        ("max_steps=400", "max_steps=8"),
-        ("eval_steps=80", "eval_steps=4"),
+        ("max_steps=200", "max_steps=8"),
+        ("eval_steps=40", "eval_steps=4"),
+        ("eta=0.0", "eta=0.5"),
         ("max_completion_length=1024", "max_completion_length=40"),
         ("learning_rate=1e-5", "learning_rate=1e-4"),
     ):
