@@ -324,7 +324,7 @@ def test_the_lora_program_of_the_page(tmp_path):
         ("steps_per_generation=64", "steps_per_generation=8"),
         ("max_steps=200", "max_steps=8"),
         ("eval_steps=40", "eval_steps=4"),
-        ("eta=0.0", "eta=0.5"),
+        ("    eta=0.0,", "    eta=0.5,"),
         ("max_completion_length=1024", "max_completion_length=40"),
         ("learning_rate=1e-5", "learning_rate=1e-4"),
     ):
