@@ -76,7 +76,7 @@ def draw_responses(record, mask, low, advantages):
     shape = f"(B, L) = {tuple(mask.shape)}"
     for x, align, name, function, below in (
         (156, "left", "1. responses", f"sample(), G = {GROUP_SIZE}", shape),
-        (396, "center", "2. R", "compute_rewards()", "(B,)  3 is right"),
+        (396, "center", "2. R", "compute_rewards()", "(B,)"),
         (482, "left", "3. π of each token", "response_logprobs()", "(B, L)"),
         (816, "right", "4. Â, Eq. 1", "group_advantages()", "(B,)"),
     ):

@@ -457,15 +457,14 @@ def first_steps():
 def draw_first_steps():
     """Draws how far steps on some of the tokens move the tokens with π ≥ 0.75 (R1).
 
-    Returns, for each model, the step on π < 0.25 divided by that on π ≥ 0.75: how far they move
-    these tokens, and how long they are.
+    Returns, for each model, how much longer the step on π < 0.25 is than that on π ≥ 0.75.
     """
     values, halves = first_steps()
     updates = ["update on π < 0.25", "update on π ≥ 0.75"]
     models = ["SmolLM2", "bundled"]
     title = (
-        "On both models an update on the low-probability tokens moves\n"
-        "the high-probability tokens more than their own update does"
+        "An update on the low-probability tokens moves the others\n"
+        "more than their own update does, but is also longer"
     )
     ylabel = "movement of tokens with π ≥ 0.75\n(update on all tokens = 1)"
     colors = [COLORS["low"], COLORS["high"]]
@@ -473,11 +472,10 @@ def draw_first_steps():
     for model in models:
         difference = "difference of the two updates"
         mean = values.loc[model, difference]
-        notes.append(f"difference: {mean:.2f} ± {halves.loc[model, difference]:.2f}")
+        notes.append(f"difference, paired: {mean:.2f} ± {halves.loc[model, difference]:.2f}")
     measured = (values.loc[models, updates], halves.loc[models, updates])
     bars(*measured, colors, title, ylabel, notes)
-    far = values[updates[0]] / values[updates[1]]
-    return far, values["norm of π < 0.25 / norm of π ≥ 0.75"]
+    return values["norm of π < 0.25 / norm of π ≥ 0.75"]
 
 
 def draw_shares():
@@ -492,7 +490,7 @@ def draw_shares():
     shares = table[["share_of_squared_norm", "share_of_mean_gradient"]].set_axis(names, axis=1)
     halves = table[["squared_norm_half_interval", "mean_gradient_half_interval"]]
     title = "</think> has most of the mean gradient, but little of the squared norm"
-    ylabel = "share of the gradient\n(tokens with π < 0.25)"
+    ylabel = "share of the whole gradient\n(tokens with π < 0.25)"
     bars(shares, halves.set_axis(names, axis=1), ["#AAAAAA", "#222222"], title, ylabel)
     return shares
 
@@ -511,7 +509,7 @@ def show_rule():
     def with_interval(means, half_intervals):
         return means.map("{:.1f}".format) + " ± " + half_intervals.map("{:.1f}".format)
 
-    rule = {"by the rule, in %": with_interval(by_rule, half_by_rule)}
+    rule = {"by the rule, α·(E_s − E_v), in %": with_interval(by_rule, half_by_rule)}
     rule["measured, in %"] = with_interval(values[gain], halves[gain])
     display(pandas.DataFrame(rule))
 
@@ -555,12 +553,12 @@ def clip_cases(letters, clips):
 
     `clips` are the last three arguments of `lopti.policy_loss`.
     """
-    ratio = torch.logspace(-0.8, 1.2, 4000)  # up to 16
+    ratio = torch.linspace(0.05, 3, 2000)
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2))
     for axis, advantage, aim in zip(axes, (1.0, -1.0), ("raise", "lower")):
         logprobs = ratio.log().requires_grad_()
         losses = lopti.policy_loss(
-            logprobs, torch.zeros(4000), torch.full((4000,), advantage), *clips
+            logprobs, torch.zeros(2000), torch.full((2000,), advantage), *clips
         )
         (slope,) = torch.autograd.grad(losses.sum(), logprobs)
         losses = losses.detach()
@@ -572,16 +570,13 @@ def clip_cases(letters, clips):
                 axis.plot(*place, "o", color="white", markeredgecolor="black", markersize=20)
                 axis.annotate(name, place, ha="center", va="center", weight="bold")
         axis.axvline(1, color="#BBBBBB", linewidth=1, linestyle=":")
-        ticks = [0.3, 0.8, 1.24, 2.5, 5, 10]
         name = f"Â = {advantage:.0f}: {aim} π".replace("-", "−")
-        axis.set(xscale="log")
+        axis.set(xlim=(0, 3))
+        axis.set_xticks([0.8, 1.24, 2, 3], ["0.8", "1.24", "2", "3"])
         axis.set_title(name, fontsize=15, weight="normal")
-        axis.set_xticks(ticks, map(str, ticks))
-        axis.set_xticks([], minor=True)
     style = {"va": "center", "color": "#666666"}
-    axes[0].text(3.7, -1.13, "clipped", **style)
-    axes[1].text(0.16, 1.8, "clipped", **style)
-    axes[1].text(7, 9.9, "dual clip", ha="right", **style)
+    axes[0].text(1.6, -1.15, "clipped", **style)
+    axes[1].text(0.1, 1.1, "clipped", **style)
     axes[0].set_ylabel("loss, without the KL")
     words = r"ratio r = π / π$_{\mathrm{old}}$ (dotted: 1, the probability has not changed)"
     figure.supxlabel(words, fontsize=15)
@@ -608,12 +603,19 @@ def draw_toy(panels, title):
     """Draws π of A after each step, {name of a panel: {treatment: π}}."""
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), sharey=True)
     for axis, (name, paths) in zip(axes, panels.items(), strict=True):
+        ends = {}
         for treatment, path in paths.items():
-            axis.plot(path, color=COLORS[treatment], marker="o", label=treatment)
+            width = 7 if treatment == "GRPO, two epochs" else 2.5  # GRPO's step lies on its first
+            axis.plot(path, color=COLORS[treatment], linewidth=width, marker="o")
+            if len(path) == 3:
+                ends[treatment] = (float(path[-1]), COLORS[treatment])
+            else:
+                style = {"color": COLORS[treatment], "weight": "bold", "ha": "right", "va": "top"}
+                axis.text(0.98, path[-1] - 0.006, treatment, **style)
         axis.axhline(0.8, color="black", linewidth=1, linestyle=":")
         axis.set_title(name, fontsize=15, weight="normal")
         axis.set_xticks([0, 1, 2])
         axis.set_xlabel("optimizer steps")
+    name_lines(axis, 2, ends)  # those of the other panel have the same colours
     axes[0].set_ylabel("π of A (0.80 before)")
-    axis.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title, x=0.01, ha="left")
