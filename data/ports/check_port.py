@@ -154,9 +154,9 @@ class Search:
         """Returns how many values these changes explain up to the first wrong one, or infinity."""
         values = self.simulate(names, number)
         limit = TOLERANCE
-        is_mistaken = set(names) - set(CHOICES)
-        if is_mistaken and first_wrong(values, self.simulate((), number)) < math.inf:
-            limit *= 10  # rounding grows where steps are wrong
+        choices = tuple(name for name in names if name in CHOICES)
+        if first_wrong(values, self.simulate(choices, number)) < math.inf:
+            limit *= 10  # rounding grows where a mistake makes steps wrong
         return first_wrong(self.found[number], values, limit)
 
     def only_shown(self, mistakes, choices, number):
@@ -280,7 +280,7 @@ def judge(search, cases, settings=()):
             print(f"A part of it is probably this: {nearest}")
         first = [name for name in ("GRPO, no KL", "GRPO", "AR", "Lopti") if name in wrong]
         if first:
-            print(f"First mend what level 1 says, and then the case {first[0]}.")
+            print(f"First mend what level 1 says, if it says anything, then the case {first[0]}.")
         if search.level == 3:
             print("Level 2 also looks for two mistakes at a time.")
         return 1
@@ -296,6 +296,8 @@ def judge(search, cases, settings=()):
         print(f"Right, with {', '.join(texts)}." if settings else "Right.")
     for choice in choices:
         print(choice)
+    if not mistakes and search.level == 3:
+        print("Level 2 sees more mistakes, above all in the clip.")
     if settings and not mistakes and search.level == 2:
         print("Known mistakes that make no difference with these settings:")
         for name in [name for name in search.mistakes if not search.shows(name)]:
@@ -445,6 +447,8 @@ def check_updates(level, update, values_of, cases, right, settings):
         excess = len(found) - len(right[number])
         if excess:
             state = f"wrong; the number of optimizer steps is {steps + excess}, and must be {steps}"
+            if excess < 0 and "mini_batch_size" not in dict(settings):
+                state += " (for a trainer of one step for each batch give --set mini_batch_size=0)"
         elif wrong == math.inf:
             state = "right, with your choices" if choices else "right"
         elif wrong >= steps:

@@ -128,7 +128,14 @@ def update_model(model, optimizer, case):
 def record_tables(optimizer, table):
     """Returns a list that gets a copy of the table after each step that the optimizer makes."""
     tables = []
-    optimizer.register_step_post_hook(lambda *_: tables.append(table.detach().clone()))
+    step = optimizer.step
+
+    def step_and_record(*arguments, **options):
+        result = step(*arguments, **options)
+        tables.append(table.detach().clone())
+        return result
+
+    optimizer.step = step_and_record
     return tables
 
 

@@ -423,9 +423,14 @@ OPTIMIZER = "    parameters = list(model.parameters())"
 ADAMW = f"""{OPTIMIZER}
     optimizer = torch.optim.AdamW(parameters, case["learning_rate"], weight_decay=0.0)"""
 NORM = "yield float(norm)"
+RIGHT_AT_LEVEL_3 = ["Right.", "Level 2 sees more mistakes, above all in the clip."]
 LEVEL_3 = {  # changes of the example port, the number of a case, what is printed below it
-    "right": ([], TWO_PROMPTS, ["Right."]),
-    "step at gradient 0": (check_port.MISTAKES[ZERO_STEP], NO_TOKEN, ["Right.", ZERO_STEP]),
+    "right": ([], TWO_PROMPTS, RIGHT_AT_LEVEL_3),
+    "step at gradient 0": (
+        check_port.MISTAKES[ZERO_STEP],
+        NO_TOKEN,
+        ["Right.", ZERO_STEP, RIGHT_AT_LEVEL_3[1]],
+    ),
     "step at gradient 0, and a norm": (
         [*check_port.MISTAKES[ZERO_STEP], (NORM, "yield 1.001 * float(norm)")],
         NO_TOKEN,
@@ -435,7 +440,7 @@ LEVEL_3 = {  # changes of the example port, the number of a case, what is printe
     "left padding behind a mask": (
         [*check_port.MISTAKES[LEFT_PADDING], ATTENDS, (CLAMPED, MASKED)],
         TWO_PROMPTS,
-        ["Right."],
+        RIGHT_AT_LEVEL_3,
     ),
     "left padding": (
         check_port.MISTAKES[LEFT_PADDING],
