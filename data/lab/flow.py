@@ -103,7 +103,7 @@ def draw_responses(record, mask, low, advantages):
     # Two lines lead to the lower half, from the first tokens of the last response, and an arrow.
     left = 482 + scale * length
     right = left + scale * COLUMNS
-    box(left, top, right - left, 14, facecolor="none", edgecolor="black", linewidth=1.5)
+    box(left, top, right - left, 14, facecolor="none", edgecolor="black", linewidth=2.5)
     plt.plot([192, left], [306, top + 14], color="black", linewidth=0.8)
     plt.plot([692, right], [306, top + 14], color="black", linewidth=0.8)
     plt.plot([800, 800], [top + 20, 374], color="black", linewidth=1.5)

@@ -359,8 +359,8 @@ def standing(means, halves):
 def token_sheet(tokens, pi, norms, title, notes=None, width=88):
     """Draws a response: each token on the colour of its π, and under it a bar for its norm.
 
-    The bars of a line stand on one baseline; thin lines mark the norms 0, 1 and √2. `notes` are
-    words to write beside the bars of some tokens, {token: words}.
+    The bars of a line stand on one baseline; thin lines mark the norms 0 and 1. `notes` are words
+    to write beside the bars of some tokens, {token: words}.
     """
     places = []  # left end, foot, width of each token
     x = 0
@@ -378,7 +378,6 @@ def token_sheet(tokens, pi, norms, title, notes=None, width=88):
     for foot in {foot for _, foot, _ in places}:
         ticks[foot - below] = "0"
         ticks[foot - below + height] = "1"
-        ticks[foot - below + height * math.sqrt(2)] = "√2"
     for place in ticks:
         axis.axhline(place, color="#BBBBBB", linewidth=0.8, zorder=0)
     axis.set_yticks(list(ticks), list(ticks.values()), fontsize=11)
@@ -432,7 +431,7 @@ def bars(values, halves, colors, title, ylabel, notes=()):
     for place, (top, note) in enumerate(zip(tops, notes)):
         axis.text(place, top + 0.1 * max(tops), note, ha="center")
     axis.axhline(0, color="black", linewidth=1)
-    axis.margins(y=0.2 if notes else 0.12)
+    axis.margins(y=0.3 if notes else 0.12)
     axis.legend(loc="upper right")
 
 
@@ -472,7 +471,11 @@ def draw_first_steps():
     for model in models:
         difference = "difference of the two updates"
         mean = values.loc[model, difference]
-        notes.append(f"difference, paired: {mean:.2f} ± {halves.loc[model, difference]:.2f}")
+        length = values.loc[model, "norm of π < 0.25 / norm of π ≥ 0.75"]
+        notes.append(
+            f"difference, paired: {mean:.2f} ± {halves.loc[model, difference]:.2f}\n"
+            f"orange step: {length:.1f} times as long"
+        )
     measured = (values.loc[models, updates], halves.loc[models, updates])
     bars(*measured, colors, title, ylabel, notes)
     return values["norm of π < 0.25 / norm of π ≥ 0.75"]
@@ -489,7 +492,8 @@ def draw_shares():
     names = ["squared norm", "mean gradient"]
     shares = table[["share_of_squared_norm", "share_of_mean_gradient"]].set_axis(names, axis=1)
     halves = table[["squared_norm_half_interval", "mean_gradient_half_interval"]]
-    title = "</think> has most of the mean gradient, but little of the squared norm"
+    title = "Size is not usefulness: synonyms have much of the squared norm,\n"
+    title += "but </think> has most of the mean gradient"
     ylabel = "share of the whole gradient\n(tokens with π < 0.25)"
     bars(shares, halves.set_axis(names, axis=1), ["#AAAAAA", "#222222"], title, ylabel)
     return shares
@@ -571,11 +575,12 @@ def clip_cases(letters, clips):
                 axis.annotate(name, place, ha="center", va="center", weight="bold")
         axis.axvline(1, color="#BBBBBB", linewidth=1, linestyle=":")
         name = f"Â = {advantage:.0f}: {aim} π".replace("-", "−")
-        axis.set(xlim=(0, 3))
-        axis.set_xticks([0.8, 1.24, 2, 3], ["0.8", "1.24", "2", "3"])
+        middle = -0.9 if advantage > 0 else 1.8
+        axis.set(xlim=(0, 2.9), ylim=(middle - 1.15, middle + 1.15))
+        axis.set_xticks([0.8, 1, 1.24, 2], ["0.8", "1", "1.24", "2"])
         axis.set_title(name, fontsize=15, weight="normal")
     style = {"va": "center", "color": "#666666"}
-    axes[0].text(1.6, -1.15, "clipped", **style)
+    axes[0].text(1.6, -1.1, "clipped", **style)
     axes[1].text(0.1, 1.1, "clipped", **style)
     axes[0].set_ylabel("loss, without the KL")
     words = r"ratio r = π / π$_{\mathrm{old}}$ (dotted: 1, the probability has not changed)"
@@ -600,7 +605,10 @@ def draw_steps(steps, title):
 
 
 def draw_toy(panels, title):
-    """Draws π of A after each step, {name of a panel: {treatment: π}}."""
+    """Draws π of A after each step, {name of a panel: {treatment: π}}.
+
+    The name of a panel is a question; the answer is yes if Lopti ends above 0.80.
+    """
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), sharey=True)
     for axis, (name, paths) in zip(axes, panels.items(), strict=True):
         ends = {}
@@ -613,9 +621,10 @@ def draw_toy(panels, title):
                 style = {"color": COLORS[treatment], "weight": "bold", "ha": "right", "va": "top"}
                 axis.text(0.98, path[-1] - 0.006, treatment, **style)
         axis.axhline(0.8, color="black", linewidth=1, linestyle=":")
-        axis.set_title(name, fontsize=15, weight="normal")
+        answer = "yes" if paths["Lopti"][-1] > 0.8 else "no"
+        axis.set_title(f"{name} {answer}", fontsize=15, weight="normal")
         axis.set_xticks([0, 1, 2])
         axis.set_xlabel("optimizer steps")
-    name_lines(axis, 2, ends)  # those of the other panel have the same colours
+        name_lines(axis, 2, ends)
     axes[0].set_ylabel("π of A (0.80 before)")
     figure.suptitle(title, x=0.01, ha="left")

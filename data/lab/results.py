@@ -24,7 +24,7 @@ COLORS = {  # orange is low probability, blue is high; colour-blind readers can 
     "high": "#0072B2",
     "GRPO": "#555555",
     "GRPO, two epochs": "#8B5A2B",
-    "AR, α = 0.3": "#B79AD0",
+    "AR, α = 0.3": "#9C6FC4",
     "AR, α = 1": "#6A3D9A",
     "Lopti": "#009E73",
     "reversed Lopti": "#8FD1BB",
@@ -582,7 +582,7 @@ def comparisons():
     steps = {LOPTI: "twice the steps", TWO_EPOCHS: "twice the steps"}
     steps |= {AR: "equal steps", SPLIT: "equal steps"}
     title = "Where Lopti gained over GRPO,\nGRPO with two epochs gained about as much or more"
-    return marks(steps, title, figsize=(11.5, 7.4))
+    return marks(steps, title, (-0.08, 0.13), figsize=(11.5, 7.4))
 
 
 def equal_steps():
@@ -590,15 +590,16 @@ def equal_steps():
         "Neither method was significantly better\nthan GRPO with equally many optimizer steps,\n"
     )
     title += "and Lopti was once worse"
-    return marks({AR: "", SPLIT: ""}, title, figsize=(8, 6.6))
+    return marks({AR: "", SPLIT: ""}, title, (-0.13, 0.13), figsize=(8, 6.6))
 
 
-def marks(steps, title, figsize):
+def marks(steps, title, limits, figsize):
     """A panel for each pair of methods, and in it a mark for each of the seven comparisons.
 
     `steps` has words to write above each panel, {pair: words}.
     """
-    left, right = (-0.08, 0.13)  # all intervals but those of one comparison fit
+    left, right = limits
+    goes_on = False
     found = of_runs("training_accuracy")
     figure, panels = plt.subplots(1, len(steps), figsize=figsize, sharey=True)
     for panel, pair in zip(panels, steps, strict=True):
@@ -617,6 +618,7 @@ def marks(steps, title, figsize):
                 panel.errorbar(each.mean, line + 0.16, xerr=each.half, fmt="o", **style)
                 for edge, arrow in ((left, "<"), (right, ">")):
                     if abs(edge - each.mean) < each.half:
+                        goes_on = True
                         panel.plot(edge, line + 0.16, arrow, color=color, clip_on=False)
             if weight == "bold":
                 panel.axhspan(line - 0.5, line + 0.5, color=color, alpha=0.2, linewidth=0)
@@ -627,10 +629,9 @@ def marks(steps, title, figsize):
         panel.set_xlabel("← worse · better →")
     panels[0].set_yticks(range(len(SEVEN)), [name.replace(", ", ",\n", 1) for name in SEVEN])
     figure.suptitle(title, x=0.01, ha="left")
-    figure.supxlabel(
-        "difference in accuracy during training, with its 95 % interval\n"
-        "(arrow: it goes on; shaded and filled: significant after Holm's correction)"
-    )
+    words = "difference in accuracy during training, with its 95 % interval\n"
+    words += "(filled: significant after Holm's correction; open: not"
+    figure.supxlabel(words + ("; arrow: it goes on)" if goes_on else ")"))
     return figure
 
 
@@ -650,42 +651,35 @@ def name_lines(panel, x, ends):
 
 
 def long_curves():
-    """Accuracies and KL of the five methods of R2: their means, and a point for each last value."""
+    """Accuracy and KL of the five methods of R2: their means, and a point for each last value."""
     steps = pandas.read_csv(FOLDER / "long_steps.csv")
     evaluations = pandas.read_csv(FOLDER / "long_runs.csv").query("step > 0")
-    figure, panels = plt.subplots(1, 3, figsize=(11.5, 4.8))
-    panels[1].sharey(panels[0])
-    drawn = ((steps, "accuracy", 12), (evaluations, "held_out", 1), (steps, "kl", 12))
+    figure, panels = plt.subplots(1, 2, figsize=(11.5, 5))
+    drawn = ((evaluations, "held_out", 1), (steps, "kl", 12))
     for panel, (table, column, width) in zip(panels, drawn, strict=True):
+        ends = {}
         for place, (method, name) in enumerate(LONG_METHODS.items()):
             of_method = table[(table.setting == "72 steps") & (table.method == method)]
             by_seed = of_method.pivot(index="step", columns="seed", values=column)
             smooth = by_seed.rolling(width).mean()
             means = smooth.mean(axis=1)
             style = {"color": COLORS[name], "linewidth": 6 if method == "GRPO" else 3}
-            style["marker"] = "o" if width == 1 else None  # of three evaluations
-            panel.plot(means, label=method, **style)
+            panel.plot(means, marker="o" if width == 1 else None, **style)
             for seed in smooth.loc[72]:  # the points of a method stand above each other
-                panel.plot(75 + 3 * place, seed, "o", color=COLORS[name], markersize=5)
+                panel.plot(75 + 2.5 * place, seed, "o", color=COLORS[name], markersize=5)
+            ends[method.removeprefix("GRPO, ")] = (means[72], COLORS[name])
         panel.set(xlabel="training step", xticks=range(0, 73, 24))
         panel.axvline(24, color="#888888", linewidth=0.8, linestyle=":")
         panel.spines["left"].set_visible(True)
         panel.tick_params(left=True)
-    panels[0].set_title("accuracy in training *")
-    panels[1].set_title("accuracy, held out")
-    panels[2].set_title("KL to the initial model *")
-    panels[2].text(26, 0.24, "README's\nruns end", color="#565D66")
+        name_lines(panel, 86, ends)
+    panels[0].set_title("accuracy on held-out puzzles")
+    panels[1].set_title("KL to the initial model, mean of 12 steps")
+    panels[0].text(25, 0.71, "README's\nruns end", color="#565D66")
     title = "On average no method ended ahead of GRPO,\nand two epochs moved farthest"
-    lines, labels = panel.get_legend_handles_labels()
-    style = {"loc": "outside upper left", "alignment": "left", "ncols": 5, "frameon": False}
-    figure.legend(
-        lines, labels, title=title, title_fontproperties={"weight": "bold", "size": 19}, **style
-    )
-    words = (
-        "lines: mean over five seeds; points: each seed at step 72; *: mean of the last 12 steps"
-    )
-    words += "\nno difference in accuracy is significant"
-    figure.supxlabel(words)
+    figure.suptitle(title, x=0.01, ha="left")
+    words = "lines: mean over five seeds; points: each seed at step 72"
+    figure.supxlabel(f"{words}\nno difference in accuracy is significant")
     return figure
 
 
