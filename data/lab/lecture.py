@@ -462,8 +462,8 @@ def draw_first_steps():
     updates = ["update on π < 0.25", "update on π ≥ 0.75"]
     models = ["SmolLM2", "bundled"]
     title = (
-        "An update on the low-probability tokens moves the others\n"
-        "more than their own update does, but is also longer"
+        "An update on the low-probability tokens moves the high-probability\n"
+        "tokens more than their own update does, but is also longer"
     )
     ylabel = "movement of tokens with π ≥ 0.75\n(update on all tokens = 1)"
     colors = [COLORS["low"], COLORS["high"]]
@@ -494,13 +494,16 @@ def draw_shares():
     halves = table[["squared_norm_half_interval", "mean_gradient_half_interval"]]
     title = "Size is not usefulness: synonyms have much of the squared norm,\n"
     title += "but </think> has most of the mean gradient"
-    ylabel = "share of the whole gradient\n(tokens with π < 0.25)"
+    ylabel = "share (tokens with π < 0.25)"
     bars(shares, halves.set_axis(names, axis=1), ["#AAAAAA", "#222222"], title, ylabel)
     return shares
 
 
 def show_rule():
-    """Shows for each setting in which it was measured what the rule of section 12 says."""
+    """Shows for each setting in which it was measured what the rule of section 12 says.
+
+    The interval of the rule takes those of its two averages as independent.
+    """
     values, halves = first_steps()
     by_signal = "average π by the mean gradient"
     by_norm = "average π by the squared norm"
@@ -607,7 +610,7 @@ def draw_steps(steps, title):
 def draw_toy(panels, title):
     """Draws π of A after each step, {name of a panel: {treatment: π}}.
 
-    The name of a panel is a question; the answer is yes if Lopti ends above 0.80.
+    Behind the name of a panel stands whether Lopti ends above 0.80, which the title asks.
     """
     figure, axes = plt.subplots(1, len(panels), figsize=(12, 4.2), sharey=True)
     for axis, (name, paths) in zip(axes, panels.items(), strict=True):

@@ -297,7 +297,7 @@ def judge(search, cases, settings=()):
     for choice in choices:
         print(choice)
     if not mistakes and search.level == 3:
-        print("Level 2 sees more mistakes, above all in the clip.")
+        print("Level 2 sees more mistakes.")
     if settings and not mistakes and search.level == 2:
         print("Known mistakes that make no difference with these settings:")
         for name in [name for name in search.mistakes if not search.shows(name)]:

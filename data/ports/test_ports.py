@@ -423,7 +423,7 @@ OPTIMIZER = "    parameters = list(model.parameters())"
 ADAMW = f"""{OPTIMIZER}
     optimizer = torch.optim.AdamW(parameters, case["learning_rate"], weight_decay=0.0)"""
 NORM = "yield float(norm)"
-RIGHT_AT_LEVEL_3 = ["Right.", "Level 2 sees more mistakes, above all in the clip."]
+RIGHT_AT_LEVEL_3 = ["Right.", "Level 2 sees more mistakes."]
 LEVEL_3 = {  # changes of the example port, the number of a case, what is printed below it
     "right": ([], TWO_PROMPTS, RIGHT_AT_LEVEL_3),
     "step at gradient 0": (
