@@ -1306,7 +1306,8 @@ def test_the_solution_of_a_puzzle():
     twice = "(1) Ann is a knight\n(2) Ann is a knave"
     spy = "(1) Ann is a spy\n(2) Omar is a knave"
     typo = "(1) Ann is an knave (2) Omar is a knave"
-    for solution in (twice, spy, typo, "So Ann is a knight", "", None):
+    chat = [{"content": "(1) Ann is a knight"}]
+    for solution in (twice, spy, typo, "So Ann is a knight", "", None, chat):
         with pytest.raises(rewards.UserError, match=r"lines like \(1\) Zoey is a knight"):
             rewards.kk_reward(["", ""], [JACK, solution])
 
@@ -1440,7 +1441,7 @@ def test_math_reward_takes_chats_worked_solutions_and_numbers():
     responses = [chat, *(rf"\boxed{{{box}}}" for box in boxes), "4", None]
     solutions = ["4", r"So $\boxed{9}$.", 4, 1e-05, 1e20, "", proof, "4", "4"]
     assert rewards.math_reward(responses, solutions, level=[1] * 9) == [1] * 5 + [0] * 4
-    for solution in (None, ["none"], {}):
+    for solution in (None, ["none"], {}, True):
         with pytest.raises(rewards.UserError, match="must be a text or a number"):
             rewards.math_reward([r"\boxed{none}"], [solution])
 

@@ -88,7 +88,7 @@ def draw(path, runs, title=None):
             axis.set_xlabel("training step")
             axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         lines, labels = panels[0].get_legend_handles_labels()
-        words = "thin: each step; thick: mean of up to five; points: held out, with 95 % intervals"
+        words = "thin: each step; thick: mean of up to five steps; points: held out, 95 % intervals"
         figure.supxlabel(words, fontsize="medium")
         style = {"loc": "outside upper left", "alignment": "left", "ncols": 3, "frameon": False}
         bold = {"weight": "bold", "size": "large"}

@@ -20,6 +20,7 @@ import torch
 from IPython import get_ipython
 from IPython.core.pylabtools import print_figure
 from IPython.display import Code, Markdown, display
+from long_runs import METHODS
 from matplotlib.colors import LinearSegmentedColormap
 from PIL import Image
 from results import COLORS, name_lines
@@ -132,14 +133,7 @@ def compare_step(step, policy, tokenizer, batch, settings):
 
     model, optimizer = fresh("yours")
     step(model, policy, optimizer, batch, settings)
-    methods = {
-        "GRPO": {},
-        "AR": {"alpha": 0.3},
-        "Lopti": {"eta": 0.5},
-        "GRPO, two epochs": {"update_epochs": 2},
-        "AR + Lopti": {"alpha": 0.3, "eta": 0.5},
-    }
-    for name, changed in methods.items():
+    for name, changed in METHODS.items():  # the last one is AR + Lopti
         model, optimizer = fresh(name)
         method = replace(settings, **changed)
         rollout, _ = lopti.training_step(
@@ -467,18 +461,16 @@ def draw_first_steps():
     )
     ylabel = "movement of tokens with π ≥ 0.75\n(update on all tokens = 1)"
     colors = [COLORS["low"], COLORS["high"]]
+    difference = "difference of the two updates"
+    lengths = values["norm of π < 0.25 / norm of π ≥ 0.75"]
     notes = []
     for model in models:
-        difference = "difference of the two updates"
         mean = values.loc[model, difference]
-        length = values.loc[model, "norm of π < 0.25 / norm of π ≥ 0.75"]
-        notes.append(
-            f"difference, paired: {mean:.2f} ± {halves.loc[model, difference]:.2f}\n"
-            f"orange step: {length:.1f} times as long"
-        )
-    measured = (values.loc[models, updates], halves.loc[models, updates])
-    bars(*measured, colors, title, ylabel, notes)
-    return values["norm of π < 0.25 / norm of π ≥ 0.75"]
+        half = halves.loc[model, difference]
+        note = f"difference, paired: {mean:.2f} ± {half:.2f}\n"
+        notes.append(f"{note}orange step: {lengths[model]:.1f} times as long")
+    bars(values.loc[models, updates], halves.loc[models, updates], colors, title, ylabel, notes)
+    return lengths
 
 
 def draw_shares():
@@ -549,9 +541,10 @@ def draw_ahead(kl, ahead, setting):
     axis.set_title(setting, fontsize=15, weight="normal")
     of_ar = standing(*ahead["AR"])
     of_lopti = standing(*ahead["Lopti"])
-    both = f"AR and Lopti are {of_ar}"
-    each = f"AR is {of_ar} and Lopti is {of_lopti}"
-    title = f"In this task, against GRPO at equal KL, {both if of_ar == of_lopti else each}"
+    found = f"AR is {of_ar} and Lopti is {of_lopti}"
+    if of_ar == of_lopti:
+        found = f"AR and Lopti are {of_ar}"
+    title = f"In this task, against GRPO at equal KL, {found}"
     figure.suptitle(title, x=0.01, ha="left")
 
 
@@ -578,7 +571,7 @@ def clip_cases(letters, clips):
                 axis.annotate(name, place, ha="center", va="center", weight="bold")
         axis.axvline(1, color="#BBBBBB", linewidth=1, linestyle=":")
         name = f"Â = {advantage:.0f}: {aim} π".replace("-", "−")
-        middle = -0.9 if advantage > 0 else 1.8
+        middle = -0.9 if advantage > 0 else 1.8  # both panels have one scale
         axis.set(xlim=(0, 2.9), ylim=(middle - 1.15, middle + 1.15))
         axis.set_xticks([0.8, 1, 1.24, 2], ["0.8", "1", "1.24", "2"])
         axis.set_title(name, fontsize=15, weight="normal")

@@ -579,6 +579,7 @@ def tables():
 
 
 def comparisons():
+    """All pairs of R4, those with twice as many steps as GRPO first."""
     steps = {LOPTI: "twice the steps", TWO_EPOCHS: "twice the steps"}
     steps |= {AR: "equal steps", SPLIT: "equal steps"}
     title = "Where Lopti gained over GRPO,\nGRPO with two epochs gained about as much or more"
@@ -586,17 +587,17 @@ def comparisons():
 
 
 def equal_steps():
-    title = (
-        "Neither method was significantly better\nthan GRPO with equally many optimizer steps,\n"
-    )
-    title += "and Lopti was once worse"
+    """The pairs whose two methods make equally many optimizer steps."""
+    title = """Neither method was significantly better
+than GRPO with equally many optimizer steps,
+and Lopti was once worse"""
     return marks({AR: "", SPLIT: ""}, title, (-0.13, 0.13), figsize=(8, 6.6))
 
 
 def marks(steps, title, limits, figsize):
     """A panel for each pair of methods, and in it a mark for each of the seven comparisons.
 
-    `steps` has words to write above each panel, {pair: words}.
+    `steps` has words to write above each panel, {pair: words}; `limits` are those of the x-axis.
     """
     left, right = limits
     goes_on = False
@@ -629,9 +630,11 @@ def marks(steps, title, limits, figsize):
         panel.set_xlabel("← worse · better →")
     panels[0].set_yticks(range(len(SEVEN)), [name.replace(", ", ",\n", 1) for name in SEVEN])
     figure.suptitle(title, x=0.01, ha="left")
-    words = "difference in accuracy during training, with its 95 % interval\n"
-    words += "(filled: significant after Holm's correction; open: not"
-    figure.supxlabel(words + ("; arrow: it goes on)" if goes_on else ")"))
+    meanings = "filled: significant after Holm's correction; open: not"
+    if goes_on:
+        meanings += "; arrow: it goes on"
+    words = "difference in accuracy during training, with its 95 % interval"
+    figure.supxlabel(f"{words}\n({meanings})")
     return figure
 
 

@@ -230,6 +230,20 @@ def test_level_2_names_two_mistakes_and_choices(knows, capsys):
     assert sorted(lines) == sorted([f"Wrong: {mistake}" for mistake in mistakes] + choices)
 
 
+def test_a_choice_loosens_no_limit(knows, capsys):
+    """A mistake that makes no difference does not explain a small error beside a choice."""
+    epsilon = next(choice for choice in CHOICES if "1e-4" in choice)
+    name = "Eq. 4 is applied twice"
+    knows([name, epsilon])
+    rate = '"lr": case["learning_rate"]'
+    slower = (rate, f"{rate} * (0.9995 if 'nearly equal' in case['name'] else 1)")
+    update = changed_port(*check_port.MISTAKES[epsilon], slower).update
+    code, lines = checked(update, capsys, {"alpha": 0.0})
+    assert code == 1
+    assert named(lines) == []
+    assert lines[0].startswith("Wrong. No known mistake explains it.")
+
+
 @pytest.mark.parametrize("mistake", [EMPTY_PASS, "η is compared with log π, not with π"])
 def test_level_2_names_a_mistake_that_makes_choices_show(mistake, knows, capsys):
     """It empties a pass, or gives NaN there: then a step without a gradient makes a difference."""
@@ -585,6 +599,25 @@ def test_readme_diff_is_a_right_port(knows, capsys):
     assert [right, zero_step, dual_clip] == ["Right.", *choices]
     found = {state.split(": ")[1] for state in states}
     assert found == {"right", "right, with your choices"}
+
+
+def test_a_step_that_calls_another_is_recorded_once():
+    """As that of a trainer whose optimizer is a subclass of AdamW."""
+
+    class Optimizer(torch.optim.AdamW):
+        def step(self):
+            return super().step()
+
+    table = torch.ones(2, requires_grad=True)
+    torch.optim.AdamW([table])  # from now on PyTorch calls the hooks of both steps
+    optimizer = Optimizer([table], lr=0.5, weight_decay=0.0)
+    tables = example_port.record_tables(optimizer, table)
+    for _ in range(2):
+        table.sum().backward()
+        optimizer.step()
+    assert len(tables) == 2
+    assert tables[0].tolist() == pytest.approx([0.5, 0.5])
+    assert torch.equal(tables[1], table)
 
 
 # The files of flags -------------------------------------------------------------------------------
